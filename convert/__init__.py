@@ -1,0 +1,5 @@
+"""From a PyTorch checkpoint to a model folder: safe reading, one weight map per layout."""
+
+from .pipeline import convert
+
+__all__ = ["convert"]

@@ -1,0 +1,59 @@
+"""Writing a folder that appears only when it is whole."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import UserError
+
+
+def check_free(target: Path) -> None:
+    """Raises UserError if something stands at the target already, as mlx-lm refuses it."""
+    if os.path.lexists(target):
+        raise UserError(
+            f"Cannot save to the path {target} as it already exists. "
+            "Please delete the file/directory or specify a new path to save to."
+        )
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside the target that takes its place on success, in one step.
+
+    On any exception, Ctrl-C included, it is removed and nothing stands at the target.
+
+    Args:
+        target: a path where nothing stands yet.
+
+    Raises:
+        UserError: if the folder cannot be written (no space, no permission).
+    """
+    check_free(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}).") from None
+    try:
+        yield partial
+        partial.chmod(0o755)
+        _sync(partial)
+        check_free(target)
+        os.rename(partial, target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror or error}).") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Brings every file to the disk, so that the rename never shows a hollow folder."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,72 @@
+"""The tokenizer of a converted folder: complete, and stopping where the model stops."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .sentencepiece_tokenizer import write_fast_tokenizer
+from .source import companion_files, read_json
+
+
+def write_tokenizer(source: Path, target: Path) -> None:
+    """Writes the tokenizer, chat template and generation config of a checkpoint.
+
+    Files are copied as they are. A ``tokenizer.model`` without ``tokenizer.json`` is turned
+    into one that gives SentencePiece's own ids (transformers' LlamaTokenizer does not).
+
+    Args:
+        source: folder of the checkpoint.
+        target: folder being written.
+
+    Raises:
+        UserError: if there is no tokenizer, or it is damaged.
+    """
+    for file in companion_files(source):
+        shutil.copyfile(file, target / file.name)
+    if (source / "tokenizer.json").is_file():
+        return
+    if not (source / "tokenizer.model").is_file():
+        raise UserError(f"{source}: no tokenizer (tokenizer.json or tokenizer.model).")
+    config_file = source / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    write_fast_tokenizer(source / "tokenizer.model", config, target)
+
+
+def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list[int]:
+    """The id or ids that end a text: from the config, or else the tokenizer's own.
+
+    Args:
+        source: folder of the checkpoint.
+        config: its config.json.
+        target: folder with the written tokenizer.
+
+    Raises:
+        UserError: if nothing says so; generation would never stop.
+    """
+    generation_file = source / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    for holder in (config, generation):
+        if holder.get("eos_token_id") is not None:
+            return holder["eos_token_id"]
+    eos = _tokenizer_eos(target)
+    if eos is None:
+        raise UserError(
+            f"{source}: neither config.json nor the tokenizer names an end token; "
+            "add eos_token_id to config.json."
+        )
+    return eos
+
+
+def _tokenizer_eos(folder: Path) -> int | None:
+    config_file = folder / "tokenizer_config.json"
+    token = read_json(config_file).get("eos_token") if config_file.is_file() else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None:
+        return None
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = {added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    return ids.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)

@@ -1,0 +1,82 @@
+"""What all methods share: grouped query heads, shapes, and the blocks of queries."""
+
+import mlx.core as mx
+
+#: Queries per block. Scores exist for one block at a time, never for all queries.
+QUERY_BLOCK = 128
+
+
+def check_heads(q: mx.array, k: mx.array, v: mx.array) -> None:
+    """Checks that q (B, H, T, D), k (B, Hkv, N, D) and v (B, Hkv, N, Dv) belong together.
+
+    Raises:
+        ValueError: naming the array and the sizes that do not fit.
+    """
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"q, k and v need four axes (batch, heads, length, head size); "
+            f"got {q.shape}, {k.shape} and {v.shape}."
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k {k.shape} and v {v.shape} differ in batch, heads or length.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {q.shape} and k {k.shape} differ in batch or head size.")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads; "
+            "the first must be a multiple of the second."
+        )
+    if not 1 <= q.shape[2] <= k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} queries need at least one and at most as many as the {k.shape[2]} keys "
+            "(their own keys are among them)."
+        )
+
+
+def head_logits(q: mx.array, k: mx.array) -> mx.array:
+    """Logits z = q k^T in float32, of queries that are scaled already.
+
+    Heads that share a key head are stacked along the queries, so no key is repeated.
+
+    Args:
+        q: (B, H, T, D), any floating dtype.
+        k: (B, Hkv, N, D); query head h reads key head h // (H / Hkv).
+
+    Returns:
+        (B, H, T, N), float32.
+    """
+    B, H, T, D = q.shape
+    Hkv, N = k.shape[1:3]
+    stacked = q.astype(mx.float32).reshape(B, Hkv, (H // Hkv) * T, D)
+    return (stacked @ k.astype(mx.float32).swapaxes(-1, -2)).reshape(B, H, T, N)
+
+
+def weigh_values(weights: mx.array, v: mx.array) -> mx.array:
+    """Sums values under attention weights, in float32.
+
+    Args:
+        weights: (B, H, T, N), float32.
+        v: (B, Hkv, N, Dv), any floating dtype.
+
+    Returns:
+        (B, H, T, Dv), float32.
+    """
+    B, H, T, N = weights.shape
+    Hkv = v.shape[1]
+    stacked = weights.reshape(B, Hkv, (H // Hkv) * T, N)
+    return (stacked @ v.astype(mx.float32)).reshape(B, H, T, v.shape[3])
+
+
+def query_blocks(queries: int, keys: int, block_size: int) -> list[tuple[int, int, int]]:
+    """Cuts the queries into blocks: (first query, end, number of keys the block can reach).
+
+    The queries' own keys are the last ``queries`` of the ``keys``, in order, so a block that
+    ends at query e never looks beyond key ``keys - queries + e``.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}.")
+    return [
+        (start, end, keys - queries + end)
+        for start in range(0, queries, block_size)
+        for end in (min(start + block_size, queries),)
+    ]

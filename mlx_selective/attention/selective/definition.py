@@ -1,0 +1,102 @@
+"""Selective attention in plain MLX: the definition, and the path where no kernel applies.
+
+Leviathan, Kalman, Matias: Selective Attention Improves Transformer, arXiv 2410.02703.
+"""
+
+import mlx.core as mx
+
+from ..heads import QUERY_BLOCK, check_heads, head_logits, query_blocks, weigh_values
+
+
+def selective_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    query_offset: int | mx.array | None = None,
+    key_positions: mx.array | None = None,
+    F: mx.array | None = None,
+    return_F: bool = False,
+    block_size: int = QUERY_BLOCK,
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Attention in which earlier queries can make later ones forget a key.
+
+    With z the causal logits of all heads, and positions counted from 0::
+
+        S[i, j] = relu(z[0, i, j])     head 0 selects; S = 0 for the first token and for j = i
+        F[i, j] = sum of S[k, j] over k < i
+        output  = softmax(z - F) v     the same F in every head
+
+    Without the last three arguments this is the whole sequence. A cache passes what it kept:
+    keys in any order with their positions, the F that earlier queries left on them, and the
+    position of the first query. The queries' own keys must be among the keys; when there are
+    several queries, they are the last ones, in order.
+
+    Args:
+        q: (B, H, T, D), float32, float16 or bfloat16.
+        k: (B, Hkv, N, D), N >= T, H a multiple of Hkv. Head 0 reads key head 0.
+        v: (B, Hkv, N, Dv).
+        scale: multiplies the logits, usually D ** -0.5.
+        query_offset: position of the first query, an int or (B,); default N - T.
+        key_positions: (B, N) or (N,) int32, the position of each key, -1 for an empty slot;
+            default 0 .. N - 1. A query sees the keys whose position is not beyond its own.
+        F: (B, N) float32, what queries before these have accumulated; default zeros.
+        return_F: also return F after these queries.
+        block_size: queries per block.
+
+    Returns:
+        The output (B, H, T, Dv) in q's dtype; with ``return_F`` also F (B, N), float32.
+
+    Accumulation is in float32. Peak memory beside inputs and outputs: the keys and values in
+    float32 and at most ``(4 * H + 8) * B * block_size * N * 4`` bytes, forward and backward
+    (blocks are recomputed in the backward pass).
+
+    Raises:
+        ValueError: if shapes do not belong together.
+    """
+    check_heads(q, k, v)
+    B, T, N = q.shape[0], q.shape[2], k.shape[2]
+    if query_offset is None:
+        query_offset = N - T
+    if key_positions is None:
+        key_positions = mx.arange(N)
+    if F is None:
+        F = mx.zeros((B, N), mx.float32)
+    if F.shape != (B, N):
+        raise ValueError(f"F must be {(B, N)} as the keys are, got {F.shape}.")
+    key_positions = mx.broadcast_to(key_positions, (B, N))
+    first_query = mx.broadcast_to(mx.array(query_offset, mx.int32), (B,))[:, None]
+    k, v = k.astype(mx.float32), v.astype(mx.float32)
+
+    blocks = query_blocks(T, N, block_size)
+    attend = _attend_block if len(blocks) == 1 else mx.checkpoint(_attend_block)
+    outputs = []
+    for start, end, reach in blocks:
+        positions = first_query + mx.arange(start, end)
+        output, S_sum = attend(
+            q[:, :, start:end].astype(mx.float32) * scale,
+            k[:, :, :reach],
+            v[:, :, :reach],
+            F[:, :reach],
+            positions,
+            key_positions[:, :reach],
+        )
+        F = F + mx.pad(S_sum, ((0, 0), (0, N - reach)))
+        outputs.append(output.astype(q.dtype))
+    output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return (output, F) if return_F else output
+
+
+def _attend_block(q, k, v, F, positions, key_positions):
+    """One block of queries: its output, and what it adds to F."""
+    z = head_logits(q, k)
+    own, key = positions[:, :, None], key_positions[:, None, :]
+    visible = (key >= 0) & (key <= own)
+    # The first token is never forgotten, and a token never makes anyone forget itself.
+    selectable = (key > 0) & (key < own)
+    S = mx.where(selectable, mx.maximum(z[:, 0], 0), 0)
+    # Exclusive over queries: what a query selects counts for later ones only.
+    F_rows = F[:, None] + mx.cumsum(S, axis=1, inclusive=False)
+    z = mx.where(visible[:, None], z - F_rows[:, None], -mx.inf)
+    return weigh_values(mx.softmax(z, axis=-1), v), S.sum(axis=1)

@@ -1,0 +1,20 @@
+"""Selective self-attention, SSA (arXiv 2411.12892). The mathematics: README.md in this folder."""
+
+from .definition import (
+    apply_temperature,
+    position_temperature,
+    released_position_temperature,
+    ssa_attention,
+    token_temperature,
+)
+from .layer import SSA, Temperature
+
+__all__ = [
+    "SSA",
+    "Temperature",
+    "apply_temperature",
+    "position_temperature",
+    "released_position_temperature",
+    "ssa_attention",
+    "token_temperature",
+]

@@ -1,0 +1,114 @@
+"""Selective self-attention (SSA): temperatures on queries and values, then stock attention.
+
+Zhang, Chang, Li, Oymak: Selective Attention: Enhancing Transformer through Principled Context
+Control, arXiv 2411.12892. Its public code (umich-sota/selective_attention) holds only the
+position-aware temperature, in the form that ``released_position_temperature`` gives.
+"""
+
+import mlx.core as mx
+
+from ..heads import QUERY_BLOCK, check_heads, query_blocks
+
+
+def token_temperature(features: mx.array, weight: mx.array) -> mx.array:
+    """Token-aware part, tanh(W x): what a token's own content asks for.
+
+    Args:
+        features: (B, T, C), the attention layer's input.
+        weight: (H, C), one row per head.
+
+    Returns:
+        (B, H, T), float32, between -1 and 1.
+    """
+    product = features.astype(mx.float32) @ weight.astype(mx.float32).T
+    return mx.tanh(product).swapaxes(1, 2)
+
+
+def position_temperature(count: mx.array, alpha: mx.array) -> mx.array:
+    """Position-aware part, 1 + sigmoid(alpha) * ln n: longer contexts need sharper attention.
+
+    Args:
+        count: (T,) or (B, T), n = number of keys visible to each query, 1 for the first token.
+        alpha: (H,), one number per head.
+
+    Returns:
+        (1, H, T) or (B, H, T), float32.
+    """
+    growth = mx.sigmoid(alpha.astype(mx.float32))[:, None]
+    return 1 + growth * _log_count(count)
+
+
+def released_position_temperature(count: mx.array, beta: mx.array) -> mx.array:
+    """The form in the authors' released code: 1 + exp(-exp(beta)) * ln n, one beta a layer.
+
+    Args:
+        count: (T,) or (B, T), n as in :func:`position_temperature`.
+        beta: (), one number.
+
+    Returns:
+        (1, 1, T) or (B, 1, T), float32.
+    """
+    return 1 + mx.exp(-mx.exp(beta.astype(mx.float32))) * _log_count(count)
+
+
+def _log_count(count: mx.array) -> mx.array:
+    """ln n as (B or 1, 1, T)."""
+    log = mx.log(count.astype(mx.float32))
+    return log[None, None] if log.ndim == 1 else log[:, None]
+
+
+def apply_temperature(x: mx.array, temperature: mx.array | None) -> mx.array:
+    """Multiplies each row of x (B, H, T, D) by its temperature (B, H, T), in float32.
+
+    Temperatures multiply (they are inverse temperatures in the physicist's sense). A scalar
+    per query commutes with RoPE, but not with a norm of the query: apply it after those.
+    """
+    if temperature is None:
+        return x
+    return (x.astype(mx.float32) * temperature[..., None]).astype(x.dtype)
+
+
+def ssa_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    query_temperature: mx.array | None,
+    value_temperature: mx.array | None,
+    *,
+    scale: float,
+    block_size: int = 8 * QUERY_BLOCK,
+) -> mx.array:
+    """Causal softmax attention of tempered queries over tempered values.
+
+    ``output = softmax(scale * (tau_q q) k^T + causal) (tau_v v)`` with stock fused attention.
+    A cache stores tempered values; pass those with ``value_temperature=None``.
+
+    Args:
+        q: (B, H, T, D), float32, float16 or bfloat16, after RoPE and any norm.
+        k: (B, Hkv, N, D), N >= T; the queries are the last T positions.
+        v: (B, Hkv, N, Dv).
+        query_temperature: (B, H, T), or broadcastable to it, or None for 1.
+        value_temperature: (B, Hkv, N), or broadcastable to it, or None for 1.
+        scale: multiplies the logits, usually D ** -0.5.
+        block_size: queries per block.
+
+    Returns:
+        (B, H, T, Dv) in q's dtype.
+
+    Softmax accumulates in float32. Peak memory beside inputs and outputs: where MLX has fused
+    attention, the tempered copies of q and v; on the CPU, whose attention forms all logits,
+    also at most ``3 * B * H * block_size * N * 4`` bytes in the forward pass.
+
+    Raises:
+        ValueError: if shapes do not belong together.
+    """
+    check_heads(q, k, v)
+    q = apply_temperature(q, query_temperature)
+    v = apply_temperature(v, value_temperature)
+    outputs = [
+        mx.fast.scaled_dot_product_attention(
+            q[:, :, start:end], k[:, :, :reach], v[:, :, :reach], scale=scale, mask="causal"
+        )
+        for start, end, reach in query_blocks(q.shape[2], k.shape[2], block_size)
+    ]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)

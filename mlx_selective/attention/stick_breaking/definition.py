@@ -1,0 +1,87 @@
+"""Stick-breaking attention in plain MLX: the definition, and the path where no kernel applies.
+
+Tan, Yang, Courville, Panda, Shen: Scaling Stick-Breaking Attention, arXiv 2410.17980.
+"""
+
+import mlx.core as mx
+
+from ..heads import QUERY_BLOCK, check_heads, head_logits, query_blocks, weigh_values
+
+
+def stick_breaking_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    attend_current: bool = False,
+    query_offset: int | None = None,
+    block_size: int = QUERY_BLOCK,
+) -> tuple[mx.array, mx.array]:
+    """Attention in which each query breaks a stick, from the newest key backwards.
+
+    With z the logits and beta = sigmoid(z), query i at key j < i (j <= i with
+    ``attend_current``) breaks off the share beta of what nearer keys have left::
+
+        A[i, j]      = beta[i, j] * product over j < l < i of (1 - beta[i, l])
+        output[i]    = sum of A[i, j] v[j]
+        remainder[i] = product over all l < i of (1 - beta[i, l])
+
+    so that the weights and the remainder sum to 1. There is no softmax and no position
+    embedding. The first token of a sequence sees no key: its output is 0, its remainder 1.
+
+    Args:
+        q: (B, H, T, D), float32, float16 or bfloat16.
+        k: (B, Hkv, N, D), oldest first, N >= T, H a multiple of Hkv. The queries' own keys
+            are among them (attended to or not).
+        v: (B, Hkv, N, Dv).
+        scale: multiplies the logits, usually D ** -0.5.
+        attend_current: whether a query's own key takes the first share.
+        query_offset: index of the first query's own key; default N - T, which is right for
+            cached decoding and for chunks of a prompt.
+        block_size: queries per block.
+
+    Returns:
+        The output (B, H, T, Dv) in q's dtype and the remainder (B, H, T) in float32.
+
+    Accumulation is in float32, in log space. Peak memory beside inputs and outputs: the keys
+    and values in float32 and at most ``6 * B * H * block_size * N * 4`` bytes, forward and
+    backward (blocks are recomputed in the backward pass).
+
+    Raises:
+        ValueError: if shapes do not belong together.
+    """
+    check_heads(q, k, v)
+    T, N = q.shape[2], k.shape[2]
+    if query_offset is None:
+        query_offset = N - T
+    k, v = k.astype(mx.float32), v.astype(mx.float32)
+
+    blocks = query_blocks(T, N, block_size)
+    attend = _attend_block if len(blocks) == 1 else mx.checkpoint(_attend_block)
+    outputs, remainders = [], []
+    for start, end, reach in blocks:
+        own = query_offset + mx.arange(start, end)[:, None]
+        key = mx.arange(reach)
+        visible = key <= own if attend_current else key < own
+        output, remainder = attend(
+            q[:, :, start:end].astype(mx.float32) * scale, k[:, :, :reach], v[:, :, :reach], visible
+        )
+        outputs.append(output.astype(q.dtype))
+        remainders.append(remainder)
+    if len(blocks) == 1:
+        return outputs[0], remainders[0]
+    return mx.concatenate(outputs, axis=2), mx.concatenate(remainders, axis=2)
+
+
+def _attend_block(q, k, v, visible):
+    """One block of queries: its output and remainder."""
+    z = head_logits(q, k)
+    # log(1 - beta) = -softplus(z) and log(beta) = -softplus(-z) share one exponential.
+    tail = mx.log1p(mx.exp(-mx.abs(z)))
+    log_left = mx.where(visible, -(mx.maximum(z, 0) + tail), 0)
+    log_beta = -(mx.maximum(-z, 0) + tail)
+    nearer = mx.cumsum(log_left, axis=-1, reverse=True, inclusive=False)
+    A = mx.where(visible, mx.exp(log_beta + nearer), 0)
+    # Not 1 - sum(A): that difference can come out negative.
+    return weigh_values(A, v), mx.exp(log_left.sum(axis=-1))

@@ -1,0 +1,67 @@
+"""What a model's caches hold, and what full ones would."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlx_lm.models.cache import KVCache
+
+
+@dataclass(frozen=True)
+class CacheAccount:
+    """Counts over all layers of a model.
+
+    Args:
+        budget: keys a layer may keep; a list where layers differ; None for all.
+        kept: keys a layer keeps; a list where layers differ.
+        tokens: tokens seen, the true position of the next one.
+        bytes: bytes allocated by the caches.
+        full_bytes: bytes that mlx-lm's KVCache would have allocated for the same tokens.
+    """
+
+    budget: int | list[int | None] | None
+    kept: int | list[int]
+    tokens: int
+    bytes: int
+    full_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``cache`` object that ``generate --format json`` prints."""
+        record = asdict(self)
+        del record["tokens"]
+        return record
+
+    def __str__(self) -> str:
+        kept = self.kept if isinstance(self.kept, int) else f"{min(self.kept)}-{max(self.kept)}"
+        return (
+            f"{kept} of {self.tokens} tokens kept in each layer, "
+            f"{self.bytes / 1e6:.2f} MB (a full cache: {self.full_bytes / 1e6:.2f} MB)"
+        )
+
+
+def account(prompt_cache: list[Any]) -> CacheAccount:
+    """Counts what the caches of a model hold.
+
+    Args:
+        prompt_cache: one cache a layer, as make_prompt_cache returns them.
+    """
+    return CacheAccount(
+        budget=_one_or_all([getattr(cache, "budget", None) for cache in prompt_cache]),
+        kept=_one_or_all([cache.size() for cache in prompt_cache]),
+        tokens=max((cache.offset for cache in prompt_cache), default=0),
+        bytes=sum(0 if cache.empty() else cache.nbytes for cache in prompt_cache),
+        full_bytes=sum(_full_bytes(cache) for cache in prompt_cache),
+    )
+
+
+def _one_or_all(values: list) -> Any:
+    return values[0] if values and all(value == values[0] for value in values) else values
+
+
+def _full_bytes(cache: Any) -> int:
+    if cache.empty():
+        return 0
+    slots = -(-cache.offset // KVCache.step) * KVCache.step
+    per_slot = sum(
+        array.nbytes // array.shape[2] for array in (cache.keys, cache.values)
+    )
+    return per_slot * slots

@@ -1,0 +1,28 @@
+"""Making a model's caches with a budget other than the one in its config."""
+
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models import cache as mlx_lm_cache
+
+from ..errors import UserError
+
+
+def make_prompt_cache(model: nn.Module, budget: int | list[int] | None = None) -> list[Any]:
+    """One empty cache a layer.
+
+    Args:
+        model: a grafted model, or any mlx-lm model when there is no budget.
+        budget: keys that each layer keeps, instead of the model's own budget.
+
+    Raises:
+        UserError: if the model's attention cannot be pruned.
+    """
+    if budget is None:
+        return mlx_lm_cache.make_prompt_cache(model)
+    if not hasattr(model, "with_budget"):
+        raise UserError(
+            f"a budget needs a model with selective attention; {model.model_type} was loaded "
+            "without it (convert with --attention selective)."
+        )
+    return [method.make_cache() for method in model.with_budget(budget)]

@@ -1,0 +1,43 @@
+"""``mlx-selective chat``, and ``python chat.py``."""
+
+import argparse
+import sys
+
+from ..generation.options import add_model_arguments, add_sampling_arguments, sampler_from
+from ..loading import load
+from .loop import HELP, Chat
+from .session import ChatSession
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of mlx_lm.chat that apply, and --budget."""
+    add_model_arguments(parser)
+    add_sampling_arguments(parser, max_tokens=256, seed=0)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Loads the model and talks until the input ends."""
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    sys.stdout.reconfigure(errors="replace")
+    sys.stdin.reconfigure(errors="replace")
+    if interactive:
+        import readline  # noqa: F401  gives input() line editing and history
+    model, tokenizer = load(args.model, args.budget, adapter_path=args.adapter_path)
+    session = ChatSession(
+        model,
+        tokenizer,
+        sampler=sampler_from(args),
+        system_prompt=args.system_prompt,
+        max_tokens=args.max_tokens,
+        prefill_step_size=args.prefill_step_size,
+    )
+    if interactive:
+        attention = getattr(model, "attention", None)
+        kind = f"{attention.kind} attention" if attention else "attention as in mlx-lm"
+        budget = session.account().budget
+        print(f"{args.model}: {kind}, " + (f"{budget} keys a layer" if budget else "full cache"))
+        print(HELP)
+    if not tokenizer.has_chat_template:
+        print("(this model has no chat template; it continues plain text)", file=sys.stderr)
+    context = getattr(model.args, "max_position_embeddings", None)
+    Chat(session, interactive=interactive, context=context).run()

@@ -1,0 +1,69 @@
+"""The command line: ``mlx-selective convert | generate | chat | doctor``."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .errors import UserError
+
+#: command -> (module with add_arguments and run, one line of help)
+COMMANDS = {
+    "convert": ("convert.command", "convert a PyTorch checkpoint from a folder or the Hub"),
+    "generate": ("generation.command", "generate from one prompt"),
+    "chat": ("chat.command", "chat in the terminal"),
+    "doctor": ("doctor.command", "check this installation"),
+}
+
+
+def build_parser(command: str) -> tuple[argparse.ArgumentParser, object]:
+    """The parser of one command, and its module; other commands are not imported."""
+    module_name, summary = COMMANDS[command]
+    module = importlib.import_module(f".{module_name}", __package__)
+    parser = argparse.ArgumentParser(
+        prog=f"mlx-selective {command}", description=summary[0].upper() + summary[1:] + "."
+    )
+    module.add_arguments(parser)
+    return parser, module
+
+
+def usage() -> str:
+    """What ``mlx-selective`` prints without a command."""
+    lines = ["usage: mlx-selective COMMAND [--help] ...", "", "commands:"]
+    lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code (2 for a user's mistake, 130 for Ctrl-C)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from . import __version__
+
+        print(f"mlx-selective {__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(
+            f"mlx-selective: error: {command!r} is not a command; "
+            f"expected {', '.join(COMMANDS)}.",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        parser, module = build_parser(command)
+        return module.run(parser.parse_args(rest)) or 0
+    except UserError as error:
+        message = " ".join(str(error).splitlines())
+        print(f"mlx-selective {command}: error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nmlx-selective {command}: interrupted; nothing half-written.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

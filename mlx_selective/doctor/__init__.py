@@ -1,0 +1,1 @@
+"""The self-check of an installation."""

@@ -1,0 +1,93 @@
+"""mlx-lm's generation, with a budget for the cache."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..cache import account, make_prompt_cache
+from ..errors import UserError
+
+#: Prompts are read in chunks of this many tokens: memory during the prompt grows with it, and
+#: so do the keys that the queries of a chunk see beyond the budget.
+PREFILL_STEP_SIZE = 512
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    *,
+    budget: int | list[int] | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]:
+    """Generates text piece by piece, as mlx_lm.stream_generate does.
+
+    Args:
+        model: a model from :func:`mlx_selective.load`.
+        tokenizer: its tokenizer.
+        prompt: text or token ids.
+        max_tokens: most tokens to generate, -1 for no limit.
+        budget: keys that each layer keeps, instead of the model's own budget.
+        prompt_cache: caches to continue from, updated in place; not together with a budget.
+        prefill_step_size: tokens of the prompt that are read at once.
+        kwargs: passed on (``sampler``, ``logits_processors``, ``draft_model`` and so on).
+
+    Yields:
+        mlx-lm's GenerationResponse.
+
+    Raises:
+        UserError: if both a budget and a prompt_cache are given, or the model has no budget.
+    """
+    if prompt_cache is not None and budget is not None:
+        raise UserError("give a budget or a prompt_cache; a cache has its budget already.")
+    if prompt_cache is None:
+        prompt_cache = make_prompt_cache(model, budget)
+    yield from mlx_lm.stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens,
+        prompt_cache=prompt_cache,
+        prefill_step_size=prefill_step_size,
+        **kwargs,
+    )
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: str | list[int],
+    verbose: bool = False,
+    *,
+    budget: int | list[int] | None = None,
+    prompt_cache: list[Any] | None = None,
+    **kwargs: Any,
+) -> str:
+    """Generates a whole text, as mlx_lm.generate does.
+
+    Args:
+        verbose: print the text while it comes, then timings and what the cache kept.
+        others: as in :func:`stream_generate`.
+
+    Returns:
+        The generated text.
+    """
+    if prompt_cache is None:
+        prompt_cache = make_prompt_cache(model, budget)
+    elif budget is not None:
+        raise UserError("give a budget or a prompt_cache; a cache has its budget already.")
+    kwargs.setdefault("prefill_step_size", PREFILL_STEP_SIZE)
+    text = mlx_lm.generate(
+        model, tokenizer, prompt, verbose=verbose, prompt_cache=prompt_cache, **kwargs
+    )
+    if verbose:
+        print(f"Cache: {account(prompt_cache)}")
+    return text or ""

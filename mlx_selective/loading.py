@@ -1,0 +1,131 @@
+"""Opening a model folder or a Hub id."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .errors import UserError
+from .model import MODEL_TYPE, Model, ModelArgs
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    budget: int | list[int] | None = None,
+    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Loads a model and its tokenizer; no code from the folder is run.
+
+    Args:
+        path_or_hf_repo: a folder that ``mlx-selective convert`` wrote, or its Hub id. Folders
+            of stock mlx-lm models open too, with their own attention.
+        budget: keys that each layer keeps (an int, or one a layer), instead of the budget in
+            config.json. Only for selective attention.
+        tokenizer_config: passed to mlx-lm's tokenizer loader.
+        adapter_path: LoRA adapters, as in mlx_lm.load.
+        lazy: leave the weights unread until they are used.
+        revision: branch, tag or commit on the Hub.
+
+    Returns:
+        The model and the tokenizer, as mlx_lm.load returns them.
+
+    Raises:
+        UserError: if the folder is missing, incomplete or damaged, or cannot be pruned.
+    """
+    folder = _find(str(path_or_hf_repo), revision)
+    config = _read_config(folder)
+    overrides = _overrides(config, budget)
+    try:
+        if config.get("model_type") == MODEL_TYPE:
+            model, config = mlx_lm_utils.load_model(
+                folder,
+                lazy,
+                model_config=overrides,
+                get_model_classes=lambda config: (Model, ModelArgs),
+            )
+        else:
+            model, config = mlx_lm_utils.load_model(folder, lazy)
+        if adapter_path is not None:
+            model = mlx_lm_utils.load_adapters(model, adapter_path)
+            model.eval()
+        with _quiet_transformers():
+            tokenizer = mlx_lm_utils.load_tokenizer(
+                folder, tokenizer_config, eos_token_ids=config.get("eos_token_id")
+            )
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        # mlx-lm and transformers tell a damaged folder in many ways, some over many lines.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder} cannot be loaded: {reason}") from error
+    return model, tokenizer
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without the warning that transformers does not know the model_type; it need not."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _find(path_or_hf_repo: str, revision: str | None) -> Path:
+    path = Path(path_or_hf_repo).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path_or_hf_repo.count("/") != 1 or path_or_hf_repo.startswith((".", "/")):
+        raise UserError(f"{path_or_hf_repo}: no such folder, and not a Hub id (owner/name).")
+    try:
+        return mlx_lm_utils._download(path_or_hf_repo, revision=revision)
+    except Exception as error:  # the Hub's many errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{path_or_hf_repo}: no such folder, and the Hub did not give it: {reason}"
+        ) from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; is this a model folder?") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not readable JSON ({error}).") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} must hold a JSON object.")
+    if not any(folder.glob("model*.safetensors")):
+        raise UserError(
+            f"{folder}: no model*.safetensors; convert the checkpoint first "
+            "(mlx-selective convert --hf-path ... --mlx-path ...)."
+        )
+    return config
+
+
+def _overrides(config: dict[str, Any], budget: int | list[int] | None) -> dict[str, Any]:
+    """What replaces fields of config.json: never its model_file, and the budget if given."""
+    overrides: dict[str, Any] = {"model_file": None}
+    if budget is None:
+        return overrides
+    attention = config.get("attention")
+    if not isinstance(attention, dict) or attention.get("kind") != "selective":
+        raise UserError(
+            f"a budget needs a model with selective attention; "
+            f"this one is {config.get('model_type')!r} with attention {attention!r}."
+        )
+    overrides["attention"] = {**attention, "budget": budget}
+    return overrides

@@ -1,0 +1,69 @@
+"""``model_type: "mlx_selective"``: mlx-lm's model of ``base_model_type``, grafted.
+
+Stock mlx-lm tools reach these two names through the folder's ``model_file`` and
+``--trust-remote-code``; this package's own commands pass them to mlx-lm in-process.
+"""
+
+import importlib
+from typing import Any
+
+import mlx.nn as nn
+
+from .attention import method_from_dict
+from .errors import UserError
+from .families import correct_family
+from .grafting import GRAFTABLE, graft
+
+MODEL_TYPE = "mlx_selective"
+#: Name of the file in a model folder that stock mlx-lm runs, and what it says.
+MODEL_FILE = "mlx_selective_model.py"
+MODEL_FILE_TEXT = '''"""Lets stock mlx-lm open this folder (--trust-remote-code); needs mlx-selective."""
+
+from mlx_selective.model import Model, ModelArgs  # noqa: F401
+'''
+
+
+class ModelArgs:
+    """The config of a converted model.
+
+    Args:
+        config: config.json as a dict: ``base_model_type`` (an mlx-lm model type),
+            ``attention`` (an object with a ``kind``), and the fields of the base config.
+
+    Raises:
+        UserError: naming the field that is missing or wrong.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = dict(config)
+        self.model_type = MODEL_TYPE
+        self.base_model_type = config.get("base_model_type")
+        if self.base_model_type not in GRAFTABLE:
+            raise UserError(
+                f"config.json: base_model_type must be one of {', '.join(GRAFTABLE)}, "
+                f"got {self.base_model_type!r}."
+            )
+        self.attention = method_from_dict(config.get("attention"))
+        self.base = importlib.import_module(f"mlx_lm.models.{self.base_model_type}")
+        try:
+            self.base_args = self.base.ModelArgs.from_dict(
+                {**config, "model_type": self.base_model_type}
+            )
+        except TypeError as error:  # a dataclass that misses a field
+            raise UserError(f"config.json: {error.args[0].split('__init__() ')[-1]}.") from None
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "ModelArgs":
+        """What mlx-lm calls with the content of config.json."""
+        return cls(config)
+
+
+def Model(args: ModelArgs) -> nn.Module:
+    """Builds the grafted model, with fresh weights: what mlx-lm calls as a class.
+
+    Raises:
+        UserError: if the base model cannot take the attention.
+    """
+    model = args.base.Model(args.base_args)
+    correct_family(model, args.config)
+    return graft(model, args.attention)
