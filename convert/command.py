@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=int, help="Keys each layer keeps, stored in the model (selective only)."
     )
-    parser.add_argument(
-        "-q", "--quantize", action="store_true", help="Generate a quantized model."
-    )
+    parser.add_argument("-q", "--quantize", action="store_true", help="Generate a quantized model.")
     parser.add_argument("--q-bits", type=int, help="Bits per weight for quantization.")
     parser.add_argument("--q-group-size", type=int, help="Group size for quantization.")
     parser.add_argument(

@@ -74,7 +74,10 @@ def convert(
     fetch_weights(hf_path, revision)
     print("[INFO] Loading", flush=True)
     _load(model, layout, folder, config, source_config)
-    _cast(model, dtype or config.get("torch_dtype") or config.get("dtype"))
+    dtype = dtype or config.get("torch_dtype") or config.get("dtype")
+    if dtype in DTYPES:
+        _cast(model, dtype)
+        config["torch_dtype"] = dtype
     if quantize:
         print("[INFO] Quantizing", flush=True)
         model, config = _quantize(model, config, q_group_size, q_bits, q_mode)
@@ -133,19 +136,15 @@ def _load(model, layout, folder, config, source_config):
     fresh = ("temperature",) if config["attention"]["kind"] == SSA.kind and untold else ()
     try:
         tensors = read_tensors(weight_files(folder))
-        weights = map_weights(
-            layout, tensors, model, config["num_attention_heads"], fresh=fresh
-        )
+        weights = map_weights(layout, tensors, model, config["num_attention_heads"], fresh=fresh)
     except UserError as error:
         prefix = "" if str(folder) in str(error) else f"{folder}: "
         raise UserError(f"{prefix}{error}") from None
     model.load_weights(list(weights.items()), strict=not fresh)
 
 
-def _cast(model: nn.Module, dtype: str | None) -> None:
+def _cast(model: nn.Module, dtype: str) -> None:
     """Casts as mlx_lm.convert does: temperatures stay float32."""
-    if dtype not in DTYPES:
-        return
     print("[INFO] Using dtype:", dtype, flush=True)
     target, castable = getattr(mx, dtype), model.cast_predicate
 

@@ -9,22 +9,24 @@ The tokenizer is made of the building blocks of the `tokenizers` library alone:
 * bos, eos, unk and pad are known to transformers by name only: tokenizer.json lists no added
   tokens and `split_special_tokens` is on, so nothing is cut out of a text before the normalizers.
 
-Exact for every text: models with the identity normalization (Llama, Mistral, Gemma and others).
+Exact for every text: models with the identity normalization (Llama, Mistral and others).
 
 Not exact, or different on purpose:
 
-* nfkc and nmt_nfkc models, also with _cf: texts in which a character is followed by several
-  combining marks, or in which a mark follows a character that NFKC spells as several (㎏ and an
-  accent); `tokenizers` composes such marks where SentencePiece leaves them;
-* custom normalization rules with sources of several characters: the Precompiled normalizer of
-  `tokenizers` does not apply all of them;
+* nfkc and nmt_nfkc models, also with _cf: texts in which several combining marks follow a
+  character, or one follows a character that NFKC spells as several (㎏ and an accent), and
+  compositions newer than the Unicode tables of `tokenizers`;
+* custom normalization rules: those with several source characters are not applied;
 * models that give several ordinary pieces one score (trainers do not), where two of them overlap;
-* models without byte fallback: decoding shows an unknown piece by its name, not as " ⁇ ";
-* remove_extra_whitespaces: decoding keeps all but one of the ▁ that a text itself starts with;
+* models without byte fallback: "<s>" alone between two markers becomes that symbol if none of
+  its characters is a piece;
+* decoding: an unknown piece shows as its name, not as " ⁇ "; with remove_extra_whitespaces only
+  one of the ▁ that a text itself starts with is dropped; denormalization rules are not applied;
 * control symbols that a chat template writes. mlx-lm and transformers encode a rendered template
-  as text, so the beginning symbol is read from the start of a text (what follows it is encoded
-  as a text of its own), and a control symbol used inside the conversation is read anywhere.
-  Without such a template a literal "<s>" is plain characters, as in SentencePiece.
+  as text, so the beginning symbol is read from the start of a normalized text (what follows it is
+  encoded as a text of its own), and the end symbol, or a beginning symbol used per message, is read
+  anywhere. Other control symbols, and all of them in models whose chat template writes none, are
+  plain characters in a text, as in SentencePiece.
 """
 
 import json
@@ -58,29 +60,30 @@ def write_fast_tokenizer(model_file: Path, config: dict, folder: Path) -> None:
         model_file: the SentencePiece model, usually named tokenizer.model.
         config: the content of the source's tokenizer_config.json; may be empty. Used are the
             special tokens (default: those of the model), `add_bos_token` (default: true if there
-            is a beginning token), `add_eos_token` (default: false), `chat_template`,
-            `model_max_length` and `padding_side`.
+            is a beginning token), `add_eos_token` (default: false), `chat_template` (or the file
+            chat_template.jinja beside the model), `model_max_length` and `padding_side`.
         folder: where the two files are written; it must exist.
 
     Raises:
         UserError: the file is not a whole SentencePiece model, its type or settings are not
             supported, or the config names a token that the model lacks.
     """
-    model = _read_model(Path(model_file))
+    model = _read_model(model_file)
     vocab = {piece.piece: number for number, piece in enumerate(model.pieces)}
     names = _special_tokens(model, config)
-    extra = _extra_tokens(config)
-    for name, token in [*names.items(), *(("added token", token) for token in extra)]:
+    extra, added = _further_tokens(config)
+    for name, token in [*names.items(), *(("added token", token) for token in extra + added)]:
         if token not in vocab:
             raise UserError(
                 f"{model_file}: {name} {token!r} of tokenizer_config.json is not one of its pieces;"
                 " correct the config or use the model that belongs to it"
             )
-    tokenizer = _build_tokenizer(model, vocab, _template_controls(model, config, names), model_file)
+    controls = _template_controls(model, _template(model_file, config), names)
+    tokenizer = _build_tokenizer(model, vocab, controls, model_file)
     tokenizer.post_processor = _post_processor(config, names, vocab)
-    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     text = json.dumps(_written_config(config, names, extra), indent=2, ensure_ascii=False)
-    (Path(folder) / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _read_model(model_file: Path):
@@ -89,8 +92,7 @@ def _read_model(model_file: Path):
     try:
         model.ParseFromString(model_file.read_bytes())
     except OSError as error:
-        reason = f"cannot be read ({error.strerror}); check the path"
-        raise UserError(f"{model_file}: {reason}") from None
+        raise UserError(f"{model_file}: {error.strerror}; check the path") from None
     except DecodeError:
         model.Clear()
     # The specs follow the pieces in the file, so a file cut between two fields lacks them.
@@ -99,17 +101,20 @@ def _read_model(model_file: Path):
             f"{model_file}: not a whole SentencePiece model (cut short, or another kind of file);"
             " download or copy it again"
         )
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    kind = TrainerSpec.ModelType.Name(trainer.model_type)
-    reasons = {
-        f"model type {kind} is not supported, only BPE": trainer.model_type != TrainerSpec.BPE,
-        "whitespace as suffix is not supported": trainer.treat_whitespace_as_suffix,
-        "escape_whitespaces=false is not supported": not normalizer.escape_whitespaces,
-        "unused pieces are not supported": any(p.type == Piece.UNUSED for p in model.pieces),
+    kind = TrainerSpec.ModelType.Name(model.trainer_spec.model_type)
+    spaced = (p.type == Piece.USER_DEFINED and " " in p.piece for p in model.pieces)
+    unsupported = {
+        f"model type {kind}, other than BPE,": kind != "BPE",
+        "whitespace as suffix": model.trainer_spec.treat_whitespace_as_suffix,
+        "escape_whitespaces=false": not model.normalizer_spec.escape_whitespaces,
+        "a piece marked as unused": any(p.type == Piece.UNUSED for p in model.pieces),
+        "a user-defined symbol with a space": any(spaced),
     }
-    for reason, applies in reasons.items():
+    for what, applies in unsupported.items():
         if applies:
-            raise UserError(f"{model_file}: {reason}; provide a tokenizer.json with the checkpoint")
+            raise UserError(
+                f"{model_file}: {what} is not supported; put a tokenizer.json beside it instead"
+            )
     return model
 
 
@@ -129,25 +134,31 @@ def _content(token) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _extra_tokens(config: dict) -> list[str]:
-    """Further special tokens of the config, whether listed or in its table of added tokens."""
-    listed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if isinstance(listed, dict):
-        listed = listed.values()
+def _further_tokens(config: dict) -> tuple[list[str], list[str]]:
+    """The config's further special tokens, and the other tokens of its table of added ones."""
+    special = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    special = [*(special.values() if isinstance(special, dict) else special)]
     added = (config.get("added_tokens_decoder") or {}).values()
-    return list(dict.fromkeys(_content(token) for token in [*listed, *added]))
+    special += [token for token in added if token.get("special")]
+    return list(dict.fromkeys(map(_content, special))), [_content(token) for token in added]
 
 
-def _template_controls(model, config: dict, names: dict) -> tuple[str | None, list[str]]:
+def _template(model_file: Path, config: dict) -> str:
+    """The chat template, all of them if they are named ones, of the config or the file beside."""
+    beside = model_file.parent / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    template = config.get("chat_template") or ""
+    return template if isinstance(template, str) else "".join(t["template"] for t in template)
+
+
+def _template_controls(model, template: str, names: dict) -> tuple[str | None, list[str]]:
     """The control symbols that the chat template writes.
 
     Returns:
         The beginning symbol if it is to be read at the start of a text, and the symbols to be
         read anywhere: the end symbol, and the beginning symbol if it is written within a loop.
     """
-    template = config.get("chat_template") or ""
-    if isinstance(template, list):
-        template = "".join(named["template"] for named in template)
     loop = re.split(r"\{%[-+]?\s*for\b", template, maxsplit=1)[1:]
     control = {piece.piece for piece in model.pieces if piece.type == Piece.CONTROL}
 
@@ -164,15 +175,14 @@ def _template_controls(model, config: dict, names: dict) -> tuple[str | None, li
 def _build_tokenizer(model, vocab: dict, controls: tuple, model_file: Path) -> Tokenizer:
     """The tokenizer without its post-processor."""
     leading, anywhere = controls
-    spec, trainer = model.normalizer_spec, model.trainer_spec
+    spec = model.normalizer_spec
     user_defined = [piece.piece for piece in model.pieces if piece.type == Piece.USER_DEFINED]
-    unknown = [piece.piece for piece in model.pieces if piece.type == Piece.UNKNOWN]
     options = {
         "vocab": vocab,
         "merges": _merges(model, model_file),
-        "unk_token": unknown[0] if unknown else None,
+        "unk_token": next((p.piece for p in model.pieces if p.type == Piece.UNKNOWN), None),
         "fuse_unk": True,
-        "byte_fallback": trainer.byte_fallback,
+        "byte_fallback": model.trainer_spec.byte_fallback,
     }
     # ignore_merges lets BPE take an isolated symbol whole, since no merges lead to it.
     tokenizer = Tokenizer(BPE(**options, ignore_merges=True))
@@ -207,8 +217,8 @@ def _merges(model, model_file: Path) -> list[tuple[str, str]]:
         # SentencePiece also joins characters that are no pieces; BPE of `tokenizers` cannot.
         if len(piece) > 1 and not known.issuperset(piece):
             raise UserError(
-                f"{model_file}: piece {piece!r} has characters that are no pieces, which is not"
-                " supported; provide a tokenizer.json with the checkpoint"
+                f"{model_file}: piece {piece!r} with characters that are no pieces is not"
+                " supported; put a tokenizer.json beside it instead"
             )
         for split in range(1, len(piece)):
             left, right = piece[:split], piece[split:]
@@ -220,12 +230,15 @@ def _merges(model, model_file: Path) -> list[tuple[str, str]]:
 def _normalizers(spec, user_defined: list[str], leading: str | None) -> list:
     """SentencePiece's normalization of a whole text, step by step."""
     replace = normalizers.Replace
-    steps = [normalizers.Prepend(" ")] if spec.add_dummy_prefix else []
-    steps += _charsmap_steps(spec, user_defined)
+    charsmap = _charsmap_steps(spec, user_defined)
+    # Precompiled misplaces what it changes at the very start, so it gets a prefix in any case.
+    steps = [normalizers.Prepend(" "), *charsmap] if spec.add_dummy_prefix or charsmap else []
+    if charsmap and not spec.add_dummy_prefix:
+        steps.append(replace(Regex(r"\A "), ""))
     if spec.remove_extra_whitespaces:
         steps.append(replace(Regex(" {2,}"), " "))
         if not spec.add_dummy_prefix:
-            steps.append(replace(Regex(r"\A +"), ""))
+            steps.append(replace(Regex(r"\A "), ""))
     steps.append(replace(" ", SPACE))
     if spec.remove_extra_whitespaces:
         steps.append(replace(Regex(SPACE + r"+\z"), ""))
@@ -235,10 +248,9 @@ def _normalizers(spec, user_defined: list[str], leading: str | None) -> list:
         if spec.remove_extra_whitespaces:
             bos += f"{SPACE}?"
         # What follows the beginning symbol is a text of its own, if it is not empty.
-        steps.append(replace(Regex(bos + r"\z"), leading + " "))
-        steps.append(replace(Regex(bos), leading + " " + start))
         if start:
-            steps.append(replace(Regex(rf"\A{re.escape(leading)} {SPACE}\z"), leading + " "))
+            steps.append(replace(Regex(bos + r"\z"), leading + " "))
+        steps.append(replace(Regex(bos), leading + " " + start))
     return steps
 
 
@@ -253,10 +265,10 @@ def _charsmap_steps(spec, user_defined: list[str]) -> list:
     # It applies no rule with several source characters; in these tables all are compositions.
     if "nfkc" in spec.name:
         steps = [normalizers.NFKC(), *steps, normalizers.NFC()]
-    whole = normalizers.Sequence(steps)
-    kept = [symbol for symbol in user_defined if whole.normalize_str(symbol) != symbol]
+    whole = normalizers.Sequence([normalizers.Prepend(" "), *steps])
+    kept = [symbol for symbol in user_defined if whole.normalize_str(symbol) != " " + symbol]
     # The nmt rules keep the full-width tilde, which NFKC would replace.
-    if charsmap.normalize_str("～") == "～" and whole.normalize_str("～") != "～":
+    if charsmap.normalize_str("～") == "～" and whole.normalize_str("～") != " ～":
         kept.append("～")
     # Each kept string becomes the guard and a code; the guard itself becomes two characters too.
     kept = [GUARD, BREAK, *sorted(kept, key=len, reverse=True)]
@@ -287,12 +299,9 @@ def _cut_unmergeable(bpe: BPE, vocab: dict, whole: set[str]) -> list:
             heads.setdefault(piece[:cut], []).append(piece[cut:])
     if not rests:
         return []
-    passes = 1
-    for rest in rests.values():
-        depth = 1
-        while rest in rests:
-            rest, depth = rests[rest], depth + 1
-        passes = max(passes, depth)
+    passes, left = 1, set(rests.values()) & rests.keys()
+    while left:
+        passes, left = passes + 1, {rests[rest] for rest in left} & rests.keys()
     ends = (rf"{re.escape(head)}(?=(?:{_any_of(tails)})\z)" for head, tails in heads.items())
     pattern = Regex(rf"\A(?:{'|'.join(ends)})")
     return [pre_tokenizers.Split(pattern, "isolated") for _ in range(passes)]
@@ -325,15 +334,14 @@ def _written_config(config: dict, names: dict, extra: list[str]) -> dict:
         "add_bos_token": add_bos,
         "add_eos_token": add_eos,
         "clean_up_tokenization_spaces": False,
-        # Special tokens cut out of a text would spoil the ids of what surrounds them.
+        # Special tokens cut out of a text would spoil the ids of what surrounds them; the empty
+        # table keeps transformers from reading more from older files in the folder.
         "split_special_tokens": True,
+        "added_tokens_decoder": {},
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": config.get("padding_side", "left"),
     }
-    further = [token for token in extra if token not in names.values()]
-    if further:
+    if further := [token for token in extra if token not in names.values()]:
         written["extra_special_tokens"] = further
-    for name in ("chat_template", "model_max_length"):
-        if config.get(name) is not None:
-            written[name] = config[name]
-    return written
+    kept = ("chat_template", "model_max_length")
+    return written | {name: config[name] for name in kept if config.get(name) is not None}

@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *rest = arguments
     if command not in COMMANDS:
         print(
-            f"mlx-selective: error: {command!r} is not a command; "
-            f"expected {', '.join(COMMANDS)}.",
+            f"mlx-selective: error: {command!r} is not a command; expected {', '.join(COMMANDS)}.",
             file=sys.stderr,
         )
         return 2

@@ -17,7 +17,7 @@ from .grafting import GRAFTABLE, graft
 MODEL_TYPE = "mlx_selective"
 #: Name of the file in a model folder that stock mlx-lm runs, and what it says.
 MODEL_FILE = "mlx_selective_model.py"
-MODEL_FILE_TEXT = '''"""Lets stock mlx-lm open this folder (--trust-remote-code); needs mlx-selective."""
+MODEL_FILE_TEXT = '''"""Lets stock mlx-lm open this folder (--trust-remote-code)."""
 
 from mlx_selective.model import Model, ModelArgs  # noqa: F401
 '''

@@ -113,9 +113,7 @@ def refuse_unless(config: dict[str, Any], name: str, default: Any, *allowed: Any
     value = config.get(name, default)
     if value not in allowed:
         expected = " or ".join(map(repr, allowed))
-        raise UserError(
-            f"config.json: {name} {value!r} is not supported; expected {expected}."
-        )
+        raise UserError(f"config.json: {name} {value!r} is not supported; expected {expected}.")
 
 
 def flatten_rope(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, Any]:

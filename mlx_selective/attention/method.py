@@ -46,9 +46,7 @@ class LayerCall:
             return keys, values
         return self.cache.update_and_fetch(keys, values)
 
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float
-    ) -> mx.array:
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """The attention output (B, H, T, D) of queries (B, H, T, D) over what was fetched."""
         raise NotImplementedError
 

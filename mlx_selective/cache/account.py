@@ -61,7 +61,5 @@ def _full_bytes(cache: Any) -> int:
     if cache.empty():
         return 0
     slots = -(-cache.offset // KVCache.step) * KVCache.step
-    per_slot = sum(
-        array.nbytes // array.shape[2] for array in (cache.keys, cache.values)
-    )
+    per_slot = sum(array.nbytes // array.shape[2] for array in (cache.keys, cache.values))
     return per_slot * slots

@@ -50,7 +50,7 @@ class Chat:
             if text == "/exit":
                 break
             if text.startswith("/"):
-                self.commands.get(text, lambda: self._unknown(text))()
+                self._command(text)
             else:
                 self._answer(text)
         if self.interactive:
@@ -102,8 +102,11 @@ class Chat:
                 f"peak memory {last.peak_memory:.3f} GB"
             )
 
-    def _unknown(self, text: str) -> None:
-        self._tell(f"{text.split()[0]} is not a command.\n{HELP}")
+    def _command(self, text: str) -> None:
+        if text in self.commands:
+            self.commands[text]()
+        else:
+            self._tell(f"{text.split()[0]} is not a command.\n{HELP}")
 
     def _tell(self, text: str) -> None:
         print(text, file=sys.stdout if self.interactive else sys.stderr, flush=True)

@@ -45,7 +45,7 @@ class Temperature(nn.Module):
             self.beta = mx.array(FRESH_BETA)
 
     def __call__(self, x: mx.array, count: mx.array) -> mx.array:
-        """The temperature (B, H, T) of input x (B, T, C) that sees ``count`` keys, (T,) or (B, T)."""
+        """The temperature (B, H, T) for x (B, T, C) and ``count`` visible keys (T,) or (B, T)."""
         temperature = mx.array(1.0)
         if "alpha" in self:
             temperature = position_temperature(count, self.alpha)
@@ -62,12 +62,8 @@ class SSACall(LayerCall):
     def __init__(self, method, attention, x, cache):
         super().__init__(method, attention, x, cache)
         count = mx.array(self.offset)[..., None] + mx.arange(1, x.shape[1] + 1)
-        self.query_temperature = (
-            attention.query_temperature(x, count) if method.query else None
-        )
-        self.value_temperature = (
-            attention.value_temperature(x, count) if method.value else None
-        )
+        self.query_temperature = attention.query_temperature(x, count) if method.query else None
+        self.value_temperature = attention.value_temperature(x, count) if method.value else None
 
     def update_and_fetch(self, keys, values):
         return super().update_and_fetch(keys, apply_temperature(values, self.value_temperature))
