@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import UserError
@@ -32,21 +32,30 @@ def whole_folder(target: Path) -> Iterator[Path]:
         UserError: if the folder cannot be written (no space, no permission).
     """
     check_free(target)
+    partial, made = None, []
     try:
+        made = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror}).") from None
-    try:
         yield partial
         partial.chmod(0o755)
         _sync(partial)
         check_free(target)
         os.rename(partial, target)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror or error}).") from None
+    except (OSError, RuntimeError) as error:  # mlx tells a full disk by a RuntimeError
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(f"{target}: cannot be written ({reason}).") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Takes back folders, innermost first, in which nothing came to stand."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _sync(folder: Path) -> None:

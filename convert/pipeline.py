@@ -5,12 +5,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model, save_config, save_model
 
 from ..attention import SSA, Selective, method_from_dict
 from ..errors import UserError
-from ..model import MODEL_FILE, MODEL_FILE_TEXT, MODEL_TYPE, Model, ModelArgs
+from ..model import MODEL_FILE, MODEL_FILE_TEXT, MODEL_TYPE, Model, ModelArgs, check_fields
 from .folder import check_free, whole_folder
 from .layouts import Layout, find_layout
 from .source import fetch_weights, find_folder, read_json, read_tensors, weight_files
@@ -18,18 +18,6 @@ from .tokenizer import end_tokens, write_tokenizer
 from .weights import map_weights
 
 DTYPES = ("float16", "bfloat16", "float32")
-
-#: config.json's sizes are bounded before anything is built from them.
-_BOUNDS = {
-    "num_hidden_layers": 1_000,
-    "num_attention_heads": 1_000,
-    "num_key_value_heads": 1_000,
-    "head_dim": 10_000,
-    "hidden_size": 1_000_000,
-    "intermediate_size": 10_000_000,
-    "vocab_size": 10_000_000,
-    "max_position_embeddings": 1_000_000_000,
-}
 
 
 def convert(
@@ -66,6 +54,8 @@ def convert(
     """
     mlx_path = Path(mlx_path)
     check_free(mlx_path)
+    if quantize:
+        _check_quantization(q_group_size, q_bits, q_mode)
     folder = find_folder(hf_path, revision)
     source_config = read_json(folder / "config.json")
     layout = find_layout(source_config)
@@ -74,7 +64,8 @@ def convert(
     fetch_weights(hf_path, revision)
     print("[INFO] Loading", flush=True)
     _load(model, layout, folder, config, source_config)
-    dtype = dtype or config.get("torch_dtype") or config.get("dtype")
+    told = config.pop("dtype", None)  # transformers 5's name of torch_dtype
+    dtype = dtype or config.get("torch_dtype") or told
     if dtype in DTYPES:
         _cast(model, dtype)
         config["torch_dtype"] = dtype
@@ -94,15 +85,12 @@ def _target_config(
     layout: Layout, source: dict[str, Any], kind: str | None, budget: int | None
 ) -> dict[str, Any]:
     """config.json of the converted model."""
-    if "quantization_config" in source or "quantization" in source:
+    if source.get("quantization_config") or source.get("quantization"):
         raise UserError("config.json: the checkpoint is quantised; convert the original weights.")
+    check_fields(source, layout.field_names)
     config = layout.config(source)
-    for name, bound in _BOUNDS.items():
-        size = config.get(name)
-        if size is None:
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= bound:
-            raise UserError(f"config.json: {name} must be from 1 to {bound}, got {size!r}.")
+    # It names code files, which are not copied.
+    config.pop("auto_map", None)
     attention = _attention(layout, source, kind)
     if budget is not None:
         if attention["kind"] != Selective.kind:
@@ -156,8 +144,29 @@ def _cast(model: nn.Module, dtype: str) -> None:
     model.update(tree_map_with_path(cast, model.parameters()))
 
 
+def _check_quantization(group_size, bits, mode):
+    """Refuses what MLX has no quantization for, before anything is read."""
+    given = {"--q-group-size": group_size, "--q-bits": bits}
+    for flag, value in given.items():
+        if value is not None and value < 1:
+            raise UserError(f"{flag} must be at least 1, got {value}.")
+    try:
+        mx.quantize(mx.zeros((1, 128)), group_size, bits, mode)
+    except ValueError as error:
+        flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+        reason = str(error).removeprefix("[quantize] ").splitlines()[0]
+        raise UserError(f"--q-mode {mode} {flags}: {reason}") from None
+
+
 def _quantize(model, config, group_size, bits, mode):
     try:
-        return quantize_model(model, config, group_size, bits, mode=mode)
+        model, config = quantize_model(model, config, group_size, bits, mode=mode)
     except ValueError as error:
         raise UserError(f"quantising failed: {str(error).splitlines()[0]}") from None
+    if not any(path.endswith(".scales") for path, _ in tree_flatten(model.parameters())):
+        # mlx-lm passes over every layer whose width is no multiple of the group size.
+        raise UserError(
+            f"--q-group-size {config['quantization']['group_size']}: no layer of this model has "
+            "a multiple of it as its width; choose a smaller one."
+        )
+    return model, config

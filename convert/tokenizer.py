@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from ..errors import UserError
 from .sentencepiece_tokenizer import write_fast_tokenizer
 from .source import companion_files, read_json
@@ -25,13 +27,22 @@ def write_tokenizer(source: Path, target: Path) -> None:
     """
     for file in companion_files(source):
         shutil.copyfile(file, target / file.name)
+    config_file = source / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
     if (source / "tokenizer.json").is_file():
+        _check_tokenizer(source / "tokenizer.json")
         return
     if not (source / "tokenizer.model").is_file():
         raise UserError(f"{source}: no tokenizer (tokenizer.json or tokenizer.model).")
-    config_file = source / "tokenizer_config.json"
-    config = read_json(config_file) if config_file.is_file() else {}
     write_fast_tokenizer(source / "tokenizer.model", config, target)
+
+
+def _check_tokenizer(file: Path) -> None:
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # the only type that tokenizers raises
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{file} is not a whole tokenizer ({reason}).") from None
 
 
 def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list[int]:
@@ -43,20 +54,29 @@ def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list
         target: folder with the written tokenizer.
 
     Raises:
-        UserError: if nothing says so; generation would never stop.
+        UserError: if nothing says so, or no such token exists; generation would never stop.
     """
     generation_file = source / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    for holder in (config, generation):
-        if holder.get("eos_token_id") is not None:
-            return holder["eos_token_id"]
-    eos = _tokenizer_eos(target)
-    if eos is None:
-        raise UserError(
-            f"{source}: neither config.json nor the tokenizer names an end token; "
-            "add eos_token_id to config.json."
-        )
-    return eos
+    holders = {
+        "config.json": config.get("eos_token_id"),
+        "generation_config.json": generation.get("eos_token_id"),
+        "tokenizer_config.json": _tokenizer_eos(target),
+    }
+    for holder, eos in holders.items():
+        if eos is None:
+            continue
+        ids = eos if isinstance(eos, list) else [eos]
+        if not ids or not all(type(i) is int and 0 <= i < config["vocab_size"] for i in ids):
+            raise UserError(
+                f"{source / holder}: eos_token_id must be ids below vocab_size "
+                f"{config['vocab_size']}, got {eos!r}."
+            )
+        return eos
+    raise UserError(
+        f"{source}: neither config.json nor the tokenizer names an end token; "
+        "add eos_token_id to config.json."
+    )
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

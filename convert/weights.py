@@ -31,7 +31,7 @@ def map_weights(
         Parameter name -> tensor, complete and of the right shapes.
 
     Raises:
-        UserError: naming the first tensor that is missing, left over, or of a wrong shape.
+        UserError: naming the first tensor that is missing, left over, or of a wrong shape or type.
     """
     shapes = {name: value.shape for name, value in tree_flatten(model.parameters())}
     rules = dict(layout.rules(len(model.layers)))
@@ -48,7 +48,7 @@ def map_weights(
                 f"tensor {source} is missing; the checkpoint is incomplete, "
                 "or its config.json belongs to another one."
             )
-        _check_shape(source, tensors[source], [shapes[target] for target in rule.targets])
+        _check_tensor(source, tensors[source], [shapes[target] for target in rule.targets])
         weights.update(zip(rule.targets, rule.apply(tensors[source], heads), strict=True))
     return weights
 
@@ -68,11 +68,15 @@ def _check_all_known(layout, tensors, rules, shapes):
             )
 
 
-def _check_shape(source, tensor, target_shapes):
+def _check_tensor(source, tensor, target_shapes):
     first, *rest = target_shapes
     expected = first
     if rest:
         expected = (sum(shape[0] for shape in target_shapes), *first[1:])
+    if not mx.issubdtype(tensor.dtype, mx.floating):
+        raise UserError(
+            f"tensor {source} holds {tensor.dtype} numbers; convert the original weights."
+        )
     if tuple(tensor.shape) != tuple(expected):
         raise UserError(
             f"tensor {source} has shape {tuple(tensor.shape)}, config.json makes it "

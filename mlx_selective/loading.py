@@ -1,6 +1,8 @@
 """Opening a model folder or a Hub id."""
 
 import json
+import os
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from safetensors import SafetensorError, safe_open
 
 from .errors import UserError
 from .model import MODEL_TYPE, Model, ModelArgs
@@ -57,16 +60,16 @@ def load(
         if adapter_path is not None:
             model = mlx_lm_utils.load_adapters(model, adapter_path)
             model.eval()
+        # Left to itself, transformers asks at the terminal whether to run a folder's code.
+        tokenizer_config = {"trust_remote_code": False, **(tokenizer_config or {})}
         with _quiet_transformers():
             tokenizer = mlx_lm_utils.load_tokenizer(
                 folder, tokenizer_config, eos_token_ids=config.get("eos_token_id")
             )
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        # mlx-lm and transformers tell a damaged folder in many ways, some over many lines.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{folder} cannot be loaded: {reason}") from error
+    except Exception as error:  # a damaged folder: mlx-lm and transformers tell it in many ways
+        raise UserError(f"{folder} cannot be loaded: {_reason(error)}") from error
     return model, tokenizer
 
 
@@ -83,18 +86,27 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+def _reason(error: Exception) -> str:
+    """What an error of another library says, in one line of bounded length."""
+    text = " ".join(str(error).split())
+    return textwrap.shorten(text, 300, placeholder=" ...") if text else type(error).__name__
+
+
 def _find(path_or_hf_repo: str, revision: str | None) -> Path:
-    path = Path(path_or_hf_repo).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(path_or_hf_repo))
+    if os.path.isdir(path):
         return path
-    if path.exists() or path_or_hf_repo.count("/") != 1 or path_or_hf_repo.startswith((".", "/")):
+    if (
+        os.path.exists(path)
+        or path_or_hf_repo.count("/") != 1
+        or path_or_hf_repo.startswith((".", "/"))
+    ):
         raise UserError(f"{path_or_hf_repo}: no such folder, and not a Hub id (owner/name).")
     try:
         return mlx_lm_utils._download(path_or_hf_repo, revision=revision)
     except Exception as error:  # the Hub's many errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{path_or_hf_repo}: no such folder, and the Hub did not give it: {reason}"
+            f"{path_or_hf_repo}: no such folder, and the Hub did not give it: {_reason(error)}"
         ) from None
 
 
@@ -104,16 +116,36 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; is this a model folder?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not readable JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"{file} must hold a JSON object.")
-    if not any(folder.glob("model*.safetensors")):
+    weight_files = sorted(folder.glob("model*.safetensors"))
+    if not weight_files:
         raise UserError(
             f"{folder}: no model*.safetensors; convert the checkpoint first "
             "(mlx-selective convert --hf-path ... --mlx-path ...)."
         )
+    for weight_file in weight_files:
+        check_safetensors(weight_file)
     return config
+
+
+def check_safetensors(file: Path) -> None:
+    """Checks that a file is safetensors from its first byte to its last; reads only the header.
+
+    mlx does not name a damaged file, and accepts overlapping tensors and trailing bytes.
+
+    Raises:
+        UserError: naming the file.
+    """
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file} is not a whole safetensors file ({_reason(error)}); download or copy it again."
+        ) from None
 
 
 def _overrides(config: dict[str, Any], budget: int | list[int] | None) -> dict[str, Any]:

@@ -6,46 +6,47 @@ Granite has the same four multipliers (embedding, residual, logits, attention).
 from ...attention import StickBreaking
 from .layout import Layout, PerHead, Stacked, refuse_unless, require
 
+#: mlx-lm's name of a field -> dolomite's
+_NAMES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+_MULTIPLIERS = {
+    "embedding_multiplier": "m_emb",
+    "residual_multiplier": "m_residual",
+    "logits_scaling": "m_width",
+}
+
 
 def _config(source):
-    (width, heads, layers, inner, positions, epsilon, vocabulary) = require(
-        source,
-        "n_embd",
-        "n_head",
-        "n_layer",
-        "n_inner",
-        "n_positions",
-        "layer_norm_epsilon",
-        "vocab_size",
-    )
+    fields = dict(zip(_NAMES, require(source, *_NAMES.values()), strict=True))
+    require(source, "vocab_size")
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
     refuse_unless(source, "attention_head_type", "mha", "mha")
     refuse_unless(source, "num_key_value_heads", heads, heads)
     refuse_unless(source, "activation_function", "swiglu", "swiglu")
     refuse_unless(source, "normalization_function", "rmsnorm", "rmsnorm")
     refuse_unless(source, "position_embedding_type", "nope", "nope")
     refuse_unless(source, "sb_remainder", False, False)
-    bias = source.get("add_bias", False)
+    refuse_unless(source, "add_bias", False, False)
     # The keys of config.json that say the same under another name are replaced, not kept twice.
     return {
-        "hidden_size": width,
-        "num_attention_heads": heads,
+        **fields,
         "num_key_value_heads": heads,
-        "num_hidden_layers": layers,
-        "intermediate_size": inner,
-        "max_position_embeddings": positions,
-        "rms_norm_eps": epsilon,
-        "vocab_size": vocabulary,
-        "attention_bias": bias,
-        "mlp_bias": bias,
+        "attention_bias": False,
+        "mlp_bias": False,
         "attention_multiplier": source.get("attention_multiplier") or (width // heads) ** -0.5,
-        "embedding_multiplier": source.get("m_emb") or 1.0,
-        "residual_multiplier": source.get("m_residual") or 1.0,
-        "logits_scaling": source.get("m_width") or 1.0,
+        **{name: source.get(own) or 1.0 for name, own in _MULTIPLIERS.items()},
         "rope_theta": 10000.0,
         "tie_word_embeddings": source.get("tie_word_embeddings", True),
         **{
             name: source[name]
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
+            for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+            + ("torch_dtype", "dtype")
             if name in source
         },
     }
@@ -76,4 +77,5 @@ DOLOMITE = Layout(
         "transformer.ln_f.weight": "model.norm.weight",
         "lm_head.weight": "lm_head.weight",
     },
+    field_names=_NAMES | _MULTIPLIERS,
 )

@@ -2,7 +2,7 @@
 
 from ...attention import SSA
 from ...errors import UserError
-from .layout import Layout, flatten_rope, require
+from .layout import Layout, flatten_rope, refuse_unless, require
 
 
 def _config(source):
@@ -17,7 +17,10 @@ def _config(source):
     )
     # transformers' defaults for what old configs leave out
     defaults = {"rotary_pct": 0.25, "rotary_emb_base": 10000, "use_parallel_residual": True}
-    return {**defaults, **source, **flatten_rope(source, theta="rotary_emb_base")}
+    config = {**defaults, **source, **flatten_rope(source, theta="rotary_emb_base")}
+    # mlx-lm's gpt_neox would rotate without it.
+    refuse_unless(config, "rope_scaling", None, None)
+    return config
 
 
 def _attention(source):

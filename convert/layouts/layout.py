@@ -62,6 +62,7 @@ class Layout:
         attention: the attention settings that the source's config.json implies, or None where
             it does not tell (then ``--attention`` does, and ``softmax`` is the default).
         ignored: regular expressions of tensors that are no weights, such as buffers.
+        field_names: mlx-lm's name of a config field -> the source's, where they differ.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Layout:
         default=lambda config: None
     )
     ignored: tuple[str, ...] = ()
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
     def rules(self, layers: int) -> Iterator[tuple[str, Rule]]:
         """Every source name with its rule, for a model of so many layers."""
@@ -118,6 +120,9 @@ def refuse_unless(config: dict[str, Any], name: str, default: Any, *allowed: Any
 
 def flatten_rope(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, Any]:
     """Lifts transformers 5's nested ``rope_parameters`` to the fields that mlx-lm reads."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise UserError(f"config.json: {name} must be an object, got {config[name]!r}.")
     rope = config.get("rope_parameters") or {}
     fields = {}
     if "rope_theta" in rope:

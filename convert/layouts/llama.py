@@ -1,5 +1,6 @@
 """Hugging Face Llama: transformers' LlamaForCausalLM, mlx-lm's llama."""
 
+from ...errors import UserError
 from .layout import Layout, flatten_rope, refuse_unless, require
 
 
@@ -14,6 +15,12 @@ def _config(source):
         "vocab_size",
     )
     refuse_unless(source, "hidden_act", "silu", "silu")
+    kinds = source.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * source["num_hidden_layers"]:
+        raise UserError(
+            f"config.json: layer_types {kinds!r} is not supported; "
+            "expected full_attention for each of num_hidden_layers."
+        )
     # transformers unties unless told; mlx-lm's llama ties.
     return {"tie_word_embeddings": False, **source, **flatten_rope(source)}
 

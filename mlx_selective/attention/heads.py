@@ -1,9 +1,6 @@
-"""What all methods share: grouped query heads, shapes, and the blocks of queries."""
+"""What all methods share: shapes, and query heads that share key heads."""
 
 import mlx.core as mx
-
-#: Queries per block. Scores exist for one block at a time, never for all queries.
-QUERY_BLOCK = 128
 
 
 def check_heads(q: mx.array, k: mx.array, v: mx.array) -> None:
@@ -65,18 +62,3 @@ def weigh_values(weights: mx.array, v: mx.array) -> mx.array:
     Hkv = v.shape[1]
     stacked = weights.reshape(B, Hkv, (H // Hkv) * T, N)
     return (stacked @ v.astype(mx.float32)).reshape(B, H, T, v.shape[3])
-
-
-def query_blocks(queries: int, keys: int, block_size: int) -> list[tuple[int, int, int]]:
-    """Cuts the queries into blocks: (first query, end, number of keys the block can reach).
-
-    The queries' own keys are the last ``queries`` of the ``keys``, in order, so a block that
-    ends at query e never looks beyond key ``keys - queries + e``.
-    """
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}.")
-    return [
-        (start, end, keys - queries + end)
-        for start in range(0, queries, block_size)
-        for end in (min(start + block_size, queries),)
-    ]

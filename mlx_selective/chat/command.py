@@ -3,7 +3,12 @@
 import argparse
 import sys
 
-from ..generation.options import add_model_arguments, add_sampling_arguments, sampler_from
+from ..generation.options import (
+    accept_all_text,
+    add_model_arguments,
+    add_sampling_arguments,
+    sampler_from,
+)
 from ..loading import load
 from .loop import HELP, Chat
 from .session import ChatSession
@@ -18,15 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Loads the model and talks until the input ends."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    sys.stdout.reconfigure(errors="replace")
-    sys.stdin.reconfigure(errors="replace")
+    accept_all_text()
     if interactive:
         import readline  # noqa: F401  gives input() line editing and history
     model, tokenizer = load(args.model, args.budget, adapter_path=args.adapter_path)
     session = ChatSession(
         model,
         tokenizer,
-        sampler=sampler_from(args),
+        sampler=sampler_from(args, model),
         system_prompt=args.system_prompt,
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,

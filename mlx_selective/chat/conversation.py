@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..generation.options import render_chat
+
 _ANSWER = "ANSWERSTANDSHERE"
 
 
@@ -29,24 +31,24 @@ class Conversation:
     _answer_ended: bool = True
 
     def tokens_for(self, text: str) -> list[int]:
-        """The tokens to feed for a user's message, given what the cache holds already."""
+        """The tokens to feed for a user's message, given what the cache holds already.
+
+        Raises:
+            UserError: if the chat template refuses the messages.
+        """
         if not self.tokenizer.has_chat_template:
             return self._plain_tokens(text)
         user = {"role": "user", "content": text}
         if not self.messages:
-            return list(
-                self.tokenizer.apply_chat_template(
-                    [*self._system(), user], add_generation_prompt=True
-                )
-            )
-        rendered = self.tokenizer.apply_chat_template(
+            return list(render_chat(self.tokenizer, [*self._system(), user]))
+        rendered = render_chat(
+            self.tokenizer,
             [
                 *self._system(),
                 {"role": "user", "content": "-"},
                 {"role": "assistant", "content": _ANSWER},
                 user,
             ],
-            add_generation_prompt=True,
             tokenize=False,
         )
         return self._after_answer(rendered.split(_ANSWER, 1)[1])

@@ -21,7 +21,7 @@ class Chat:
     Args:
         session: the conversation.
         interactive: a person types at a terminal; otherwise messages are lines of the input,
-            answers go to the output and everything else to the error stream.
+            answers go to the output, everything else to the error stream, and Ctrl-C leaves.
         context: tokens the model was trained to read, or None if unknown.
     """
 
@@ -40,19 +40,18 @@ class Chat:
         while True:
             try:
                 text = self._read()
+                if text == "/exit":
+                    break
+                if text.startswith("/"):
+                    self._command(text)
+                elif text:
+                    self._answer(text)
             except EOFError:
                 break
             except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
                 self._tell("\n(/exit or Ctrl-D leaves)")
-                continue
-            if not text:
-                continue
-            if text == "/exit":
-                break
-            if text.startswith("/"):
-                self._command(text)
-            else:
-                self._answer(text)
         if self.interactive:
             print()
 
@@ -60,14 +59,16 @@ class Chat:
         return input(">> " if self.interactive else "").strip()
 
     def _answer(self, text: str) -> None:
-        overflowed = self._overflows()
+        overflowed, response = self._overflows(), None
         with InterruptFlag() as interrupt:
             for response in self.session.answer(text, stop=lambda: interrupt.raised):
                 print(safe_text(response.text), end="", flush=True)
         print(flush=True)
         if interrupt.raised:
+            if not self.interactive:
+                raise KeyboardInterrupt
             self._tell("(stopped)")
-        if self.interactive and self.session.last is not None:
+        if self.interactive and response is not None:
             self._tell(self._figures())
         if self._overflows() and not overflowed:
             self._tell(
@@ -109,4 +110,4 @@ class Chat:
             self._tell(f"{text.split()[0]} is not a command.\n{HELP}")
 
     def _tell(self, text: str) -> None:
-        print(text, file=sys.stdout if self.interactive else sys.stderr, flush=True)
+        print(safe_text(text), file=sys.stdout if self.interactive else sys.stderr, flush=True)

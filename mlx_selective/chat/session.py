@@ -69,31 +69,34 @@ class ChatSession:
         Args:
             text: the user's message.
             stop: asked after each chunk of the message and each token; when it says True, the
-                answer ends there. Stopped while the message is read, the turn has not happened.
+                answer ends there, as it does when the iterator is closed. Stopped while the
+                message is read, the turn has not happened.
 
         Yields:
             mlx-lm's responses.
         """
         tokens = self.conversation.tokens_for(text)
-        before = copy.deepcopy(self.prompt_cache)
+        before: list[Any] | None = copy.deepcopy(self.prompt_cache)
 
         def check(*progress):
             if stop():
                 raise _Cancelled
 
-        said, ended, responses = "", False, None
+        said, ended = "", False
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            tokens,
+            self.max_tokens,
+            prompt_cache=self.prompt_cache,
+            prefill_step_size=self.prefill_step_size,
+            sampler=self.sampler,
+            prompt_progress_callback=check,
+        )
         try:
-            responses = stream_generate(
-                self.model,
-                self.tokenizer,
-                tokens,
-                self.max_tokens,
-                prompt_cache=self.prompt_cache,
-                prefill_step_size=self.prefill_step_size,
-                sampler=self.sampler,
-                prompt_progress_callback=check,
-            )
             for response in responses:
+                # The message is read: from here on a copy would only hold memory.
+                before = None
                 said += response.text
                 ended = response.finish_reason == "stop"
                 self.last = response
@@ -102,9 +105,11 @@ class ChatSession:
                 if stop():
                     break
         except _Cancelled:
-            self.prompt_cache = before
-            return
+            pass
         finally:
-            if responses is not None:
-                responses.close()
-        self.conversation.add_turn(text, said, ended)
+            # Also when whoever asked stops listening, or the message cannot be read.
+            responses.close()
+            if before is None:
+                self.conversation.add_turn(text, said, ended)
+            else:
+                self.prompt_cache = before

@@ -7,7 +7,14 @@ import sys
 from ..cache import account, make_prompt_cache
 from ..errors import UserError
 from ..loading import load
-from .options import add_model_arguments, add_sampling_arguments, chat_prompt, sampler_from
+from .options import (
+    accept_all_text,
+    add_model_arguments,
+    add_sampling_arguments,
+    chat_prompt,
+    sampler_from,
+    unicode_text,
+)
 from .stream import generate, stream_generate
 
 
@@ -15,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of mlx_lm.generate that apply, --budget and --format."""
     add_model_arguments(parser)
     parser.add_argument(
-        "--prompt", "-p", default="hello", help="Message to process ('-' reads from stdin)."
+        "--prompt",
+        "-p",
+        type=unicode_text,
+        default="hello",
+        help="Message to process ('-' reads from stdin).",
     )
     parser.add_argument(
         "--ignore-chat-template",
@@ -33,16 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Generates from one prompt and prints the text with its account."""
+    accept_all_text()
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not text:
+        raise UserError("the prompt is empty; give --prompt some text.")
     model, tokenizer = load(args.model, args.budget, adapter_path=args.adapter_path)
     prompt = text
     if not args.ignore_chat_template:
         prompt = chat_prompt(tokenizer, text, args.system_prompt)
-    if not len(prompt):
-        raise UserError("the prompt is empty; give --prompt some text.")
     options = {
         "max_tokens": args.max_tokens,
-        "sampler": sampler_from(args),
+        "sampler": sampler_from(args, model),
         "prefill_step_size": args.prefill_step_size,
         "prompt_cache": make_prompt_cache(model),
     }

@@ -1,22 +1,50 @@
 """Flags that generate and chat share, named as in mlx-lm."""
 
 import argparse
+import io
+import math
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from jinja2 import TemplateError
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..builtin import BUILTIN_MODEL
+from ..errors import UserError
 from .stream import PREFILL_STEP_SIZE
 
 
-def positive(text: str) -> int:
-    """argparse type: an int of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def between(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """argparse type: a finite int or float from low to high."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not low <= value <= high or value == math.inf:
+            bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+positive = between(int, 1)
+
+
+def unicode_text(text: str) -> str:
+    """argparse type: text in which bytes that are not UTF-8 became U+FFFD."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def accept_all_text() -> None:
+    """Characters that the input or the output cannot have are replaced, never an error."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,25 +73,48 @@ def add_sampling_arguments(
         default=max_tokens,
         help=f"Maximum number of tokens to generate (default: {max_tokens}).",
     )
-    parser.add_argument("--temp", type=float, default=0.0, help="Sampling temperature (0.0).")
-    parser.add_argument("--top-p", type=float, default=1.0, help="Sampling top-p (1.0).")
-    parser.add_argument("--min-p", type=float, default=0.0, help="Sampling min-p (0.0).")
-    parser.add_argument("--top-k", type=int, default=0, help="Sampling top-k (0: off).")
-    parser.add_argument("--seed", type=int, default=seed, help=f"PRNG seed ({seed}).")
+    parser.add_argument(
+        "--temp", type=between(float, 0), default=0.0, help="Sampling temperature (0.0)."
+    )
+    probability = between(float, 0, 1)
+    parser.add_argument("--top-p", type=probability, default=1.0, help="Sampling top-p (1.0).")
+    parser.add_argument("--min-p", type=probability, default=0.0, help="Sampling min-p (0.0).")
+    parser.add_argument("--top-k", type=between(int, 0), default=0, help="Sampling top-k (0: off).")
+    parser.add_argument(
+        "--seed", type=between(int, 0, 2**64 - 1), default=seed, help=f"PRNG seed ({seed})."
+    )
     parser.add_argument(
         "--prefill-step-size",
         type=positive,
         default=PREFILL_STEP_SIZE,
         help=f"Prompt tokens to process at a time (default: {PREFILL_STEP_SIZE}).",
     )
-    parser.add_argument("--system-prompt", help="System prompt for the chat template.")
+    parser.add_argument(
+        "--system-prompt", type=unicode_text, help="System prompt for the chat template."
+    )
 
 
-def sampler_from(args: argparse.Namespace) -> Callable[[mx.array], mx.array]:
+def sampler_from(args: argparse.Namespace, model: nn.Module) -> Callable[[mx.array], mx.array]:
     """mlx-lm's sampler for the flags, seeded."""
     if args.seed is not None:
         mx.random.seed(args.seed)
-    return make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    # mlx-lm refuses a top-k that leaves nothing out.
+    top_k = args.top_k if args.top_k < getattr(model.args, "vocab_size", math.inf) else 0
+    return make_sampler(args.temp, args.top_p, args.min_p, top_k=top_k)
+
+
+def render_chat(
+    tokenizer: TokenizerWrapper, messages: list[dict[str, str]], **options: Any
+) -> str | list[int]:
+    """Messages through the chat template, up to where the next answer begins.
+
+    Raises:
+        UserError: if the template refuses the messages; some refuse a system prompt.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except TemplateError as error:
+        raise UserError(f"the model's chat template refuses the messages: {error}") from None
 
 
 def chat_prompt(
@@ -74,4 +125,4 @@ def chat_prompt(
         return text
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": text})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return render_chat(tokenizer, messages)

@@ -5,7 +5,8 @@ Leviathan, Kalman, Matias: Selective Attention Improves Transformer, arXiv 2410.
 
 import mlx.core as mx
 
-from ..heads import QUERY_BLOCK, check_heads, head_logits, query_blocks, weigh_values
+from ..blocks import QUERY_BLOCK, scan_queries
+from ..heads import check_heads, head_logits, weigh_values
 
 
 def selective_attention(
@@ -48,9 +49,9 @@ def selective_attention(
     Returns:
         The output (B, H, T, Dv) in q's dtype; with ``return_F`` also F (B, N), float32.
 
-    Accumulation is in float32. Peak memory beside inputs and outputs: the keys and values in
-    float32 and at most ``(4 * H + 8) * B * block_size * N * 4`` bytes, forward and backward
-    (blocks are recomputed in the backward pass).
+    Accumulation is in float32. Peak memory beside inputs and outputs, with L = B * H *
+    block_size * N * 4 bytes for the logits of one block: q, k and v in float32, F at the start
+    of each block, and at most 6 L forward, 21 L backward.
 
     Raises:
         ValueError: if shapes do not belong together.
@@ -67,29 +68,21 @@ def selective_attention(
         raise ValueError(f"F must be {(B, N)} as the keys are, got {F.shape}.")
     key_positions = mx.broadcast_to(key_positions, (B, N))
     first_query = mx.broadcast_to(mx.array(query_offset, mx.int32), (B,))[:, None]
-    k, v = k.astype(mx.float32), v.astype(mx.float32)
 
-    blocks = query_blocks(T, N, block_size)
-    attend = _attend_block if len(blocks) == 1 else mx.checkpoint(_attend_block)
-    outputs = []
-    for start, end, reach in blocks:
-        positions = first_query + mx.arange(start, end)
-        output, S_sum = attend(
-            q[:, :, start:end].astype(mx.float32) * scale,
-            k[:, :, :reach],
-            v[:, :, :reach],
-            F[:, :reach],
-            positions,
-            key_positions[:, :reach],
-        )
-        F = F + mx.pad(S_sum, ((0, 0), (0, N - reach)))
-        outputs.append(output.astype(q.dtype))
-    output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    def block(F, q, k, v, start):
+        own = first_query + mx.arange(start, start + q.shape[2])
+        output, added = _attend(q, k, v, F[:, : k.shape[2]], own, key_positions[:, : k.shape[2]])
+        return [F + mx.pad(added, ((0, 0), (0, N - k.shape[2]))), output]
+
+    scaled = q.astype(mx.float32) * scale
+    k, v = k.astype(mx.float32), v.astype(mx.float32)
+    F, output = scan_queries(block, F, scaled, k, v, block_size=block_size)
+    output = output.astype(q.dtype)
     return (output, F) if return_F else output
 
 
-def _attend_block(q, k, v, F, positions, key_positions):
-    """One block of queries: its output, and what it adds to F."""
+def _attend(q, k, v, F, positions, key_positions):
+    """One block of queries, scaled: its output, and what it adds to F."""
     z = head_logits(q, k)
     own, key = positions[:, :, None], key_positions[:, None, :]
     visible = (key >= 0) & (key <= own)

@@ -7,7 +7,8 @@ position-aware temperature, in the form that ``released_position_temperature`` g
 
 import mlx.core as mx
 
-from ..heads import QUERY_BLOCK, check_heads, query_blocks
+from ..blocks import QUERY_BLOCK, scan_queries
+from ..heads import check_heads
 
 
 def token_temperature(features: mx.array, weight: mx.array) -> mx.array:
@@ -96,8 +97,8 @@ def ssa_attention(
         (B, H, T, Dv) in q's dtype.
 
     Softmax accumulates in float32. Peak memory beside inputs and outputs: where MLX has fused
-    attention, the tempered copies of q and v; on the CPU, whose attention forms all logits,
-    also at most ``3 * B * H * block_size * N * 4`` bytes in the forward pass.
+    attention, the tempered copies of q and v; on the CPU, whose attention forms all logits of
+    a block, also at most 4 L, with L = B * H * block_size * N * 4 bytes.
 
     Raises:
         ValueError: if shapes do not belong together.
@@ -105,10 +106,12 @@ def ssa_attention(
     check_heads(q, k, v)
     q = apply_temperature(q, query_temperature)
     v = apply_temperature(v, value_temperature)
-    outputs = [
-        mx.fast.scaled_dot_product_attention(
-            q[:, :, start:end], k[:, :, :reach], v[:, :, :reach], scale=scale, mask="causal"
-        )
-        for start, end, reach in query_blocks(q.shape[2], k.shape[2], block_size)
-    ]
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+    def block(carry, q, k, v, start):
+        return [
+            carry,
+            mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal"),
+        ]
+
+    nothing = mx.zeros((1,))
+    return scan_queries(block, nothing, q, k, v, block_size=block_size)[1]

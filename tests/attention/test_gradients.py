@@ -1,0 +1,108 @@
+"""Gradients of every argument against finite differences of the float64 oracle."""
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from methods import error, random_qkv, temperatures
+
+from mlx_selective import selective_attention, ssa_attention, stick_breaking_attention
+
+SCALE = 0.7
+
+
+def finite_differences(function, arrays, step=1e-5):
+    """Central differences of a scalar function of float64 arrays, one array a result."""
+    gradients = []
+    for array in arrays:
+        gradient = np.zeros_like(array)
+        for index in np.ndindex(*array.shape):
+            value = array[index]
+            array[index] = value + step
+            up = function(*arrays)
+            array[index] = value - step
+            down = function(*arrays)
+            array[index] = value
+            gradient[index] = (up - down) / (2 * step)
+        gradients.append(gradient)
+    return gradients
+
+
+def check(run, truth, arrays, truths, *, tolerance=2e-5):
+    """``run`` and ``truth`` return tuples; each output has a cotangent of its own."""
+    rng = np.random.default_rng(9)
+    weights = [rng.standard_normal(output.shape) for output in truth(*truths)]
+
+    def loss(*arguments):
+        outputs = run(*arguments)
+        return sum(
+            (o * mx.array(w.astype(np.float32))).sum()
+            for o, w in zip(outputs, weights, strict=True)
+        )
+
+    def truth_loss(*arguments):
+        return sum((o * w).sum() for o, w in zip(truth(*arguments), weights, strict=True))
+
+    found = mx.grad(loss, argnums=list(range(len(arrays))))(*arrays)
+    found = [found] if len(arrays) == 1 else found  # mx.grad gives one array bare
+    for result, expected in zip(found, finite_differences(truth_loss, truths), strict=True):
+        assert error(result, expected) < tolerance
+
+
+@pytest.mark.parametrize("block_size", [64, 3], ids=["one block", "recomputed blocks"])
+@pytest.mark.parametrize("H, Hkv, T", [(2, 2, 7), (2, 1, 9)])
+def test_selective(H, Hkv, T, block_size):
+    """Through F too: no gradient is stopped, and F itself has a cotangent."""
+    arrays, truths = random_qkv(1, B=1, H=H, Hkv=Hkv, T=T, D=4)
+
+    def truth(q, k, v):
+        out, F = oracle.selective(q, k, v, SCALE)
+        last = np.zeros((1, T))
+        for j in range(1, T - 1):  # what the last query adds
+            last[0, j] = max(0.0, SCALE * float(q[0, 0, -1] @ k[0, 0, j]))
+        return out, F[:, -1] + last
+
+    def run(q, k, v):
+        return selective_attention(q, k, v, scale=SCALE, return_F=True, block_size=block_size)
+
+    check(run, truth, arrays, truths)
+
+
+def test_selective_reaches_the_F_of_earlier_chunks():
+    arrays, truths = random_qkv(2, B=1, T=8, D=4)
+    (q, k, v), (q64, k64, v64) = arrays, truths
+
+    def run(k):
+        """Two chunks: the first chunk's gradient goes through F into the second."""
+        out1, F = selective_attention(
+            q[:, :, :5], k[:, :, :5], v[:, :, :5], scale=SCALE, return_F=True
+        )
+        F = mx.pad(F, ((0, 0), (0, 3)))
+        out2 = selective_attention(q[:, :, 5:], k, v, scale=SCALE, F=F)
+        return (mx.concatenate([out1, out2], axis=2),)
+
+    check(run, lambda k: oracle.selective(q64, k, v64, SCALE)[:1], [k], [k64])
+
+
+@pytest.mark.parametrize("attend_current", [False, True])
+@pytest.mark.parametrize("block_size", [64, 3], ids=["one block", "recomputed blocks"])
+def test_stick_breaking(attend_current, block_size):
+    arrays, truths = random_qkv(3, B=1, H=2, Hkv=1, T=8, D=4)
+    options = {"scale": SCALE, "attend_current": attend_current}
+    check(
+        lambda q, k, v: stick_breaking_attention(q, k, v, block_size=block_size, **options),
+        lambda q, k, v: oracle.stick_breaking(q, k, v, **options),
+        arrays,
+        truths,
+    )
+
+
+def test_ssa():
+    (q, k, v), truths = random_qkv(4, B=1, H=2, Hkv=1, T=7, D=4)
+    tau_q, tau_v = temperatures((1, 2, 7)), temperatures((1, 1, 7), 6)
+    check(
+        lambda *args: (ssa_attention(*args, scale=SCALE),),
+        lambda *args: (oracle.ssa(*args, SCALE),),
+        [q, k, v, mx.array(tau_q), mx.array(tau_v)],
+        [*truths, tau_q.astype(np.float64), tau_v.astype(np.float64)],
+    )

@@ -1,0 +1,280 @@
+"""Turns on one cache: nothing is read twice, no layer is ahead, and a stop leaves no trace."""
+
+import copy
+import gc
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+
+from mlx_selective import PrunedKVCache, graft, load, make_prompt_cache
+from mlx_selective.builtin import BUILTIN_MODEL
+from mlx_selective.chat.session import ChatSession
+
+BUDGET = 16
+#: Small, so that a message takes several chunks.
+STEP = 7
+LONG_MESSAGE = "Tell me a story about a dragon who lost his shoes in the deep wood by the sea."
+
+
+class Recorder:
+    """A model that notes which tokens each call reads, and may fail at one of them."""
+
+    def __init__(self, model):
+        self._model = model
+        self.calls = []
+        self.fail_at = None
+
+    def __call__(self, tokens, cache=None):
+        if len(self.calls) == self.fail_at:
+            raise RuntimeError("no memory")
+        self.calls.append(tokens[0])
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    return load(BUILTIN_MODEL, BUDGET)
+
+
+@pytest.fixture(scope="module")
+def model(builtin):
+    """Three layers of random weights, for the tokenizer of the built-in model."""
+    mx.random.seed(0)
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=32,
+        num_hidden_layers=3,
+        intermediate_size=64,
+        num_attention_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=builtin[0].args.vocab_size,
+    )
+    return graft(llama.Model(args), {"kind": "selective", "budget": BUDGET})
+
+
+def new_session(model, tokenizer) -> ChatSession:
+    """A session whose model records its calls and whose answers never end by themselves."""
+    return ChatSession(
+        Recorder(model),
+        tokenizer,
+        sampler=ending_after(10**6, tokenizer),
+        max_tokens=13,
+        prefill_step_size=STEP,
+    )
+
+
+def ending_after(count: int, tokenizer):
+    """A sampler: greedy but for the end token, which comes after count tokens."""
+    (end,) = tokenizer.eos_token_ids
+    numbers = itertools.count()
+
+    def sampler(logprobs):
+        if next(numbers) == count:
+            return mx.array([end])
+        return mx.argmax(mx.where(mx.arange(logprobs.shape[-1]) == end, -mx.inf, logprobs), axis=-1)
+
+    return sampler
+
+
+@pytest.fixture
+def session(model, builtin):
+    return new_session(model, builtin[1])
+
+
+@pytest.fixture
+def builtin_session(builtin):
+    return new_session(*builtin)
+
+
+def stop_at(count: int):
+    """A stop() that says True when it is asked for the count-th time."""
+    asked = itertools.count(1)
+    return lambda: next(asked) >= count
+
+
+def checks_before_the_answer(tokens: list[int]) -> int:
+    """How often stop() is asked until the first token of the answer is out."""
+    chunks = -(-(len(tokens) - 1) // STEP)
+    return 1 + chunks + 1
+
+
+def take(session, text: str, ending: str) -> tuple[list[int], list[int]]:
+    """Plays one turn that ends in the given way; returns its new tokens and its answer's."""
+    prompt = session.conversation.tokens_for(text)
+    session.sampler = ending_after(5 if ending == "end token" else 10**6, session.tokenizer)
+    if ending == "closed":
+        responses = session.answer(text)
+        said = [next(responses).token for _ in range(4)]
+        responses.close()
+    elif ending.startswith("stop"):
+        k = int(ending.split()[1])
+        stop = stop_at(checks_before_the_answer(prompt) + k)
+        said = [response.token for response in session.answer(text, stop)]
+        assert len(said) == k
+    else:
+        said = [response.token for response in session.answer(text)]
+        assert session.last.finish_reason == ("stop" if ending == "end token" else "length")
+    return prompt, said
+
+
+def replay(model, turns):
+    """Fresh caches that have read the same turns, chunk by chunk and then token by token."""
+    caches = make_prompt_cache(model)
+    for prompt, said in turns:
+        *context, last = prompt
+        chunks = [context[i : i + STEP] for i in range(0, len(context), STEP)]
+        for chunk in [*chunks, [last], *([token] for token in said)]:
+            model(mx.array([chunk]), cache=caches)
+    return caches
+
+
+def content(cache) -> list[np.ndarray]:
+    """Positions, F, keys and values of what one layer keeps, in order of position."""
+    positions = np.array(cache.positions[0])
+    slots = [slot for slot in np.argsort(positions, kind="stable") if positions[slot] >= 0]
+    assert len(slots) == cache.size()
+    arrays = (cache.positions, cache.F, cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2))
+    return [np.array(array)[0, slots] for array in arrays]
+
+
+def assert_same_caches(caches, expected):
+    assert {cache.offset for cache in caches} == {expected[0].offset}
+    for cache, other in zip(caches, expected, strict=True):
+        for found, wanted in zip(content(cache), content(other), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+ENDINGS = ["max tokens", "end token", "closed", *(f"stop {k}" for k in range(1, 13))]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_caches_after_any_end_of_an_answer_are_those_of_a_replay(session, model, ending):
+    turns = [take(session, "Tell me a story", ending)]
+
+    assert_same_caches(session.prompt_cache, replay(model, turns))
+    assert session.conversation.messages[0]["content"] == "Tell me a story"
+    # Ended or not, the next turn goes on from there.
+    turns.append(take(session, LONG_MESSAGE, "stop 3"))
+    assert_same_caches(session.prompt_cache, replay(model, turns))
+
+
+def test_caches_of_the_built_in_model_are_those_of_a_replay(builtin_session, builtin):
+    turns = [take(builtin_session, "Hello", "stop 3"), take(builtin_session, "Why?", "end token")]
+
+    assert_same_caches(builtin_session.prompt_cache, replay(builtin[0], turns))
+
+
+@pytest.mark.parametrize("ending", ["max tokens", "end token", "stop 2"])
+def test_a_turn_reads_only_what_is_new(session, builtin, ending):
+    turns = [take(session, text, ending) for text in ("Hello", LONG_MESSAGE, "Why?")]
+
+    read = [token for call in session.model.calls for token in call.tolist()]
+    assert read == [token for prompt, said in turns for token in [*prompt, *said]]
+    # The end token of an answer is read once: by its own turn, or by the next one.
+    end, begin = builtin[1].eos_token_id, builtin[1].bos_token_id
+    assert (read.count(begin), read.count(end)) == (1, 6 if ending == "end token" else 5)
+
+
+@pytest.mark.parametrize("moment", ["at once", "after a chunk", "when the first token is known"])
+@pytest.mark.parametrize("earlier", [0, 1], ids=["first turn", "second turn"])
+def test_a_turn_cancelled_while_its_message_is_read_never_happened(session, moment, earlier):
+    for _ in range(earlier):
+        take(session, "Hello", "max tokens")
+    before, messages = copy.deepcopy(session.prompt_cache), list(session.conversation.messages)
+    last = session.last
+    tokens = session.conversation.tokens_for(LONG_MESSAGE)
+    assert len(tokens) > 3 * STEP
+    count = {"at once": 1, "after a chunk": 3}.get(moment, checks_before_the_answer(tokens))
+
+    assert list(session.answer(LONG_MESSAGE, stop_at(count))) == []
+
+    assert (session.conversation.messages, session.last) == (messages, last)
+    assert session.conversation.tokens_for(LONG_MESSAGE) == tokens
+    if earlier:
+        assert_same_caches(session.prompt_cache, before)
+    else:
+        assert all(cache.empty() and cache.offset == 0 for cache in session.prompt_cache)
+
+
+def test_the_conversation_after_a_cancelled_turn_is_the_one_without_it(session):
+    take(session, "Hello", "stop 2")
+    list(session.answer(LONG_MESSAGE, stop_at(3)))
+    after = [take(session, "Why?", "max tokens"), take(session, "Who?", "stop 4")]
+
+    session.reset()
+    take(session, "Hello", "stop 2")
+    assert after == [take(session, "Why?", "max tokens"), take(session, "Who?", "stop 4")]
+
+
+def test_a_message_that_cannot_be_read_leaves_the_session_as_it_was(session):
+    take(session, "Hello", "max tokens")
+    before, messages = copy.deepcopy(session.prompt_cache), list(session.conversation.messages)
+    session.model.fail_at = len(session.model.calls) + 2
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        list(session.answer(LONG_MESSAGE))
+
+    assert session.conversation.messages == messages
+    assert_same_caches(session.prompt_cache, before)
+
+
+def active_memory() -> int:
+    gc.collect()
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
+def test_an_answer_holds_its_caches_once(session):
+    def caches():
+        return sum(isinstance(thing, PrunedKVCache) for thing in gc.get_objects())
+
+    gc.collect()
+    before = caches()
+    during = [caches() for _ in session.answer("Hello")]
+
+    assert set(during) == {before}
+
+
+def test_reset_forgets_and_frees(builtin_session):
+    session = builtin_session
+    empty = active_memory()
+    first = take(session, "Hello", "stop 5")
+    full = active_memory()
+
+    session.reset()
+    session.model.calls.clear()
+
+    assert all(cache.empty() for cache in session.prompt_cache)
+    assert session.account().tokens == session.account().bytes == 0
+    assert (session.conversation.messages, session.last) == ([], None)
+    # Scalars and the like may stay; the caches may not.
+    caches = 100_000
+    assert full - empty > caches
+    assert active_memory() - empty < caches / 4
+    assert take(session, "Hello", "stop 5") == first
+
+
+def test_a_long_chat_stays_at_the_budget(builtin_session):
+    session = builtin_session
+    session.max_tokens = 36
+    sizes, bytes_held, memory = [], [], []
+    while session.account().tokens < 400:
+        for number, _ in enumerate(session.answer("Go on")):
+            if number == 20:
+                memory.append(active_memory())
+        sizes += [cache.size() for cache in session.prompt_cache]
+        bytes_held.append(session.account().bytes)
+        session.model.calls.clear()
+
+    assert set(sizes) == {BUDGET}
+    assert len(set(bytes_held)) == 1
+    assert len(memory) > 5 and max(memory) - memory[0] < 25_000
+    account = session.account()
+    assert (account.kept, account.budget) == (BUDGET, BUDGET)
+    assert account.bytes < account.full_bytes / 10

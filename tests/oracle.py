@@ -1,0 +1,109 @@
+"""The oracle: each method as its paper writes it, in NumPy float64, one query at a time.
+
+Nothing here is fast or clever, and nothing here imports the package.
+"""
+
+import numpy as np
+
+
+def repeat_heads(kv: np.ndarray, heads: int) -> np.ndarray:
+    """(B, Hkv, N, D) -> (B, H, N, D): query head h reads key head h // (H / Hkv)."""
+    return np.repeat(kv, heads // kv.shape[1], axis=1)
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def causal_softmax(q, k, v, scale):
+    """Ordinary attention: the whole sequence, (B, H, T, D)."""
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for b, h, i in np.ndindex(*q.shape[:3]):
+        out[b, h, i] = softmax(scale * k[b, h, : i + 1] @ q[b, h, i]) @ v[b, h, : i + 1]
+    return out
+
+
+def selective(q, k, v, scale):
+    """Selective attention of whole sequences; also F, (B, T, T): F[b, i, j] seen by query i."""
+    B, H, T, _ = q.shape
+    k, v = repeat_heads(k, H), repeat_heads(v, H)
+    out, F = np.zeros((B, H, T, v.shape[3])), np.zeros((B, T, T))
+    for b in range(B):
+        accumulated = np.zeros(T)
+        for i in range(T):
+            F[b, i] = accumulated
+            for h in range(H):
+                z = scale * k[b, h, : i + 1] @ q[b, h, i]
+                out[b, h, i] = softmax(z - accumulated[: i + 1]) @ v[b, h, : i + 1]
+            for j in range(1, i):  # not the first token, not itself
+                accumulated[j] += max(0.0, scale * float(q[b, 0, i] @ k[b, 0, j]))
+    return out, F
+
+
+def selective_pruned(q, k, v, scale, budget, chunks):
+    """Selective attention under a budget, the sequence coming in chunks.
+
+    All queries of a chunk see every kept key and the chunk's own; then those with the largest F
+    leave down to the budget, ties going to the oldest, the first and the newest staying.
+
+    Returns the output (B, H, T, Dv), the kept positions of each row in order, and their F.
+    """
+    B, H, T, _ = q.shape
+    k, v = repeat_heads(k, H), repeat_heads(v, H)
+    out = np.zeros((B, H, T, v.shape[3]))
+    kept_rows, F_rows = [], []
+    for b in range(B):
+        kept, F, seen = [], {}, 0
+        for chunk in chunks:
+            live = kept + list(range(seen, seen + chunk))
+            for i in range(seen, seen + chunk):
+                visible = [j for j in live if j <= i]
+                f = np.array([F.get(j, 0.0) for j in visible])
+                for h in range(H):
+                    z = scale * k[b, h, visible] @ q[b, h, i]
+                    out[b, h, i] = softmax(z - f) @ v[b, h, visible]
+                for j in visible:
+                    if 0 < j < i:
+                        F[j] = F.get(j, 0.0) + max(0.0, scale * float(q[b, 0, i] @ k[b, 0, j]))
+            seen += chunk
+            kept = live
+            while budget is not None and len(kept) > budget:
+                candidates = [j for j in kept if 0 < j < seen - 1]
+                kept = [j for j in kept if j != max(candidates, key=lambda j: (F.get(j, 0.0), -j))]
+        kept_rows.append(kept)
+        F_rows.append([F.get(j, 0.0) for j in kept])
+    return out, np.array(kept_rows), np.array(F_rows)
+
+
+def stick_breaking(q, k, v, scale, attend_current=False):
+    """Stick-breaking in its product form; also the remainder (B, H, T)."""
+    B, H, T, _ = q.shape
+    k, v = repeat_heads(k, H), repeat_heads(v, H)
+    out, remainder = np.zeros((B, H, T, v.shape[3])), np.ones((B, H, T))
+    for b, h, i in np.ndindex(B, H, T):
+        left = 1.0
+        for j in range(i if attend_current else i - 1, -1, -1):
+            z = scale * float(q[b, h, i] @ k[b, h, j])
+            # both shares from a non-positive exponent, so that neither overflows
+            e = np.exp(-abs(z))
+            beta, rest = (1 / (1 + e), e / (1 + e)) if z > 0 else (e / (1 + e), 1 / (1 + e))
+            out[b, h, i] += left * beta * v[b, h, j]
+            left *= rest
+        remainder[b, h, i] = left
+    return out, remainder
+
+
+def ssa(q, k, v, query_temperature, value_temperature, scale):
+    """SSA: temperatures (B, H, T) and (B, Hkv, T) multiply queries and values."""
+    return causal_softmax(
+        q * query_temperature[..., None], k, v * value_temperature[..., None], scale
+    )
+
+
+def ssa_temperature(x, weight, alpha, positions):
+    """tanh(W x) + 1 + sigmoid(alpha) ln n, (B, H, T); x (B, T, C), n = position + 1."""
+    token = np.tanh(np.einsum("btc,hc->bht", x, weight))
+    growth = 1 / (1 + np.exp(-alpha))
+    return token + 1 + growth[None, :, None] * np.log(positions + 1)[None, None]
