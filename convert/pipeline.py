@@ -9,11 +9,13 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model, save_config, save_model
 
 from ..attention import SSA, Selective, method_from_dict
+from ..config_fields import check_fields
 from ..errors import UserError
-from ..model import MODEL_FILE, MODEL_FILE_TEXT, MODEL_TYPE, Model, ModelArgs, check_fields
+from ..files import read_json
+from ..model import MODEL_FILE, MODEL_FILE_TEXT, MODEL_TYPE, Model, ModelArgs
 from .folder import check_free, whole_folder
 from .layouts import Layout, find_layout
-from .source import fetch_weights, find_folder, read_json, read_tensors, weight_files
+from .source import fetch_weights, find_checkpoint, read_tensors, weight_files
 from .tokenizer import end_tokens, write_tokenizer
 from .weights import map_weights
 
@@ -56,7 +58,7 @@ def convert(
     check_free(mlx_path)
     if quantize:
         _check_quantization(q_group_size, q_bits, q_mode)
-    folder = find_folder(hf_path, revision)
+    folder = find_checkpoint(hf_path, revision)
     source_config = read_json(folder / "config.json")
     layout = find_layout(source_config)
     config = _target_config(layout, source_config, attention, budget)

@@ -1,25 +1,20 @@
 """Where a checkpoint comes from: a folder or the Hub; its config, and its weight files."""
 
-import json
-import os
-import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
 import mlx.core as mx
 
 from ..errors import UserError
-from ..loading import check_safetensors
+from ..files import check_safetensors, find_folder, from_hub, is_folder, one_line, read_json
 from .torch_pickle import read_torch_file
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 #: Everything a conversion reads; code and other formats are never downloaded.
 _TEXT_FILES = ("*.json", "tokenizer.model", "*.txt", "*.jinja")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-def find_folder(path_or_repo: str, revision: str | None = None) -> Path:
+def find_checkpoint(path_or_repo: str, revision: str | None = None) -> Path:
     """The local folder of a checkpoint, downloaded from the Hub if it is a Hub id.
 
     Only config and tokenizer files are downloaded here, so that an unknown architecture is
@@ -28,61 +23,25 @@ def find_folder(path_or_repo: str, revision: str | None = None) -> Path:
     Raises:
         UserError: if there is no such folder, or the Hub does not give it.
     """
-    path = Path(os.path.expanduser(path_or_repo))
-    if os.path.isdir(path):
-        return path
-    if os.path.exists(path):
-        raise UserError(f"{path} is a file; give the folder that holds its config.json.")
-    if not _HUB_ID.fullmatch(path_or_repo):
-        raise UserError(f"{path_or_repo}: no such folder, and not a Hub id (owner/name).")
-    return _download(path_or_repo, revision, _TEXT_FILES)
+    return find_folder(path_or_repo, lambda repo: _download(repo, revision, _TEXT_FILES))
 
 
 def fetch_weights(path_or_repo: str, revision: str | None = None) -> None:
-    """Downloads the weights of a Hub id into the folder that find_folder gave."""
-    if os.path.isdir(os.path.expanduser(path_or_repo)):
+    """Downloads the weights of a Hub id into the folder that find_checkpoint gave."""
+    if is_folder(path_or_repo):
         return
     from huggingface_hub import list_repo_files
 
-    names = _hub_call(path_or_repo, list_repo_files, path_or_repo, revision=revision)
+    names = from_hub(path_or_repo, lambda repo: list_repo_files(repo, revision=revision))
     has_safetensors = any(name.endswith(".safetensors") for name in names)
     wanted = _WEIGHT_FILES[:1] if has_safetensors else _WEIGHT_FILES[1:]
-    _download(path_or_repo, revision, wanted)
+    from_hub(path_or_repo, lambda repo: _download(repo, revision, wanted))
 
 
 def _download(repo, revision, patterns):
     from huggingface_hub import snapshot_download
 
-    folder = _hub_call(
-        repo, snapshot_download, repo, revision=revision, allow_patterns=list(patterns)
-    )
-    return Path(folder)
-
-
-def _hub_call(repo, function, *args, **kwargs):
-    """Calls the Hub, and tells in one line what went wrong."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:  # the Hub's many errors, requests' and httpx's among them
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{repo}: no such folder, and the Hub did not give it: {reason}") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        UserError: if the file is missing, no JSON, or no object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable JSON ({error}).") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object.")
-    return content
+    return snapshot_download(repo, revision=revision, allow_patterns=list(patterns))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -150,8 +109,7 @@ def _read_safetensors(file: Path) -> dict[str, mx.array]:
     try:
         return mx.load(str(file), format="safetensors")
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{file} cannot be read by mlx ({reason}).") from None
+        raise UserError(f"{file} cannot be read by mlx ({one_line(error)}).") from None
 
 
 def companion_files(folder: Path) -> Iterator[Path]:

@@ -8,8 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..errors import UserError
+from ..files import one_line, read_json
 from .sentencepiece_tokenizer import write_fast_tokenizer
-from .source import companion_files, read_json
+from .source import companion_files
 
 
 def write_tokenizer(source: Path, target: Path) -> None:
@@ -41,8 +42,7 @@ def _check_tokenizer(file: Path) -> None:
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # the only type that tokenizers raises
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{file} is not a whole tokenizer ({reason}).") from None
+        raise UserError(f"{file} is not a whole tokenizer ({one_line(error)}).") from None
 
 
 def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list[int]:

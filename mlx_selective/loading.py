@@ -1,8 +1,5 @@
 """Opening a model folder or a Hub id."""
 
-import json
-import os
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +8,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from safetensors import SafetensorError, safe_open
 
 from .errors import UserError
+from .files import check_safetensors, find_folder, one_line, read_json
 from .model import MODEL_TYPE, Model, ModelArgs
 
 
@@ -44,7 +41,9 @@ def load(
     Raises:
         UserError: if the folder is missing, incomplete or damaged, or cannot be pruned.
     """
-    folder = _find(str(path_or_hf_repo), revision)
+    folder = find_folder(
+        str(path_or_hf_repo), lambda repo: mlx_lm_utils._download(repo, revision=revision)
+    )
     config = _read_config(folder)
     overrides = _overrides(config, budget)
     try:
@@ -69,7 +68,7 @@ def load(
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     except Exception as error:  # a damaged folder: mlx-lm and transformers tell it in many ways
-        raise UserError(f"{folder} cannot be loaded: {_reason(error)}") from error
+        raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from error
     return model, tokenizer
 
 
@@ -86,66 +85,18 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _reason(error: Exception) -> str:
-    """What an error of another library says, in one line of bounded length."""
-    text = " ".join(str(error).split())
-    return textwrap.shorten(text, 300, placeholder=" ...") if text else type(error).__name__
-
-
-def _find(path_or_hf_repo: str, revision: str | None) -> Path:
-    path = Path(os.path.expanduser(path_or_hf_repo))
-    if os.path.isdir(path):
-        return path
-    if (
-        os.path.exists(path)
-        or path_or_hf_repo.count("/") != 1
-        or path_or_hf_repo.startswith((".", "/"))
-    ):
-        raise UserError(f"{path_or_hf_repo}: no such folder, and not a Hub id (owner/name).")
-    try:
-        return mlx_lm_utils._download(path_or_hf_repo, revision=revision)
-    except Exception as error:  # the Hub's many errors
-        raise UserError(
-            f"{path_or_hf_repo}: no such folder, and the Hub did not give it: {_reason(error)}"
-        ) from None
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; is this a model folder?") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not readable JSON ({error}).") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} must hold a JSON object.")
-    weight_files = sorted(folder.glob("model*.safetensors"))
-    if not weight_files:
+    """config.json of a folder whose weights are there and whole."""
+    config = read_json(folder / "config.json")
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
         raise UserError(
             f"{folder}: no model*.safetensors; convert the checkpoint first "
             "(mlx-selective convert --hf-path ... --mlx-path ...)."
         )
-    for weight_file in weight_files:
-        check_safetensors(weight_file)
+    for file in files:
+        check_safetensors(file)
     return config
-
-
-def check_safetensors(file: Path) -> None:
-    """Checks that a file is safetensors from its first byte to its last; reads only the header.
-
-    mlx does not name a damaged file, and accepts overlapping tensors and trailing bytes.
-
-    Raises:
-        UserError: naming the file.
-    """
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{file} is not a whole safetensors file ({_reason(error)}); download or copy it again."
-        ) from None
 
 
 def _overrides(config: dict[str, Any], budget: int | list[int] | None) -> dict[str, Any]:

@@ -199,6 +199,11 @@ class Terminal:
         self.process.stdin.write(keys.encode())
         self.process.stdin.flush()
 
+    def interrupt(self) -> None:
+        """Types Ctrl-C, not so fast that the last keys are still being taken in."""
+        time.sleep(0.3)
+        self.type("\x03")
+
     def expect(self, pattern: str) -> str:
         """Reads until a regular expression matches; gives what came up to its end."""
         with selectors.DefaultSelector() as selector:
@@ -248,7 +253,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on():
             terminal.type(f"{text}\n")
             terminal.expect(f"{text}\n")
             terminal.expect(r"\S[^\[]*\S")
-            terminal.type("\x03")
+            terminal.interrupt()
             terminal.expect(r"\n\(stopped\)\n\[")
             tokens.append(int(re.search(r"of (\d+) tokens", terminal.expect("\n>> "))[1]))
         assert tokens[0] < tokens[1] < tokens[2]
@@ -259,12 +264,14 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on():
 def test_ctrl_c_at_the_prompt_or_while_a_message_is_read_does_not_leave():
     with Terminal("--max-tokens", "4", "--prefill-step-size", "1") as terminal:
         terminal.expect(">> ")
-        terminal.type("half a line\x03")
+        terminal.type("half a line")
+        terminal.expect("half a line")
+        terminal.interrupt()
         terminal.expect(r"\(/exit or Ctrl-D leaves\)\n>> ")
         # Read token by token, this takes seconds.
         terminal.type(" ".join(["word"] * 300) + "\n")
         terminal.expect("word\n")
-        terminal.type("\x03")
+        terminal.interrupt()
         assert "tok/s" not in terminal.expect(r"\(stopped\)\n>> ")
         terminal.type("/stats\n")
         terminal.expect(r"cache +0 of 0 tokens kept.*\n>> ")

@@ -64,7 +64,7 @@ WEIGHTS = {
     "missing tensor": (tensors({NORM: None}), "tensor model.norm.weight is missing"),
     "missing layer": (config(num_hidden_layers=3), "model.layers.2.input_layernorm.weight"),
     "further layer": (config(num_hidden_layers=1), "tensor model.layers.1."),
-    "unknown tensor": (tensors({"visual.proj": np.ones(3, np.float32)}), "visual.proj is not part of"),
+    "unknown tensor": (tensors({"visual.proj": np.ones(3, np.float32)}), "visual.proj is not part"),
     "tensor without a place": (
         tensors({"model.layers.0.mlp.up_proj.bias": np.ones(128, np.float32)}),
         "tensor model.layers.0.mlp.up_proj.bias has no place",
@@ -165,7 +165,10 @@ NEOX = {
         tensors({"gpt_neox.layers.0.attention.ssa_query_alpha": np.ones(HEADS, np.float32)}),
         "tensor gpt_neox.layers.0.attention.ssa_query_alpha has no place",
     ),
-    "tied": (both(config(tie_word_embeddings=True), tensors({"embed_out.weight": None})), "embed_out"),
+    "tied": (
+        both(config(tie_word_embeddings=True), tensors({"embed_out.weight": None})),
+        "tensor embed_out.weight is missing",
+    ),
 }  # fmt: skip
 DOLOMITE = {
     **{
@@ -239,7 +242,7 @@ def test_a_pickle_that_calls_something_calls_nothing(refused, tmp_path):
     source = llama().save(tmp_path / "source", "bin")
     write(source / "pytorch_model.bin", evil, whole=True)
     line = refused(source)
-    assert "pytorch_model.bin: the pickle calls io.open" in line
+    assert "pytorch_model.bin: the pickle calls " in line and "open" in line
     assert not marker.exists()
     pickle.loads(evil)["model.norm.weight"].close()
     assert marker.exists()

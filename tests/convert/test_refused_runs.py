@@ -46,6 +46,17 @@ def test_a_hub_id_that_cannot_be_fetched(refused, monkeypatch):
     assert "nobody-here/nothing: no such folder, and the Hub did not give it: " in line
 
 
+def test_a_hub_model_of_an_unknown_layout_is_refused_before_its_weights(
+    refused, tmp_path, monkeypatch
+):
+    source, asked = llama(model_type="gemma2").save(tmp_path / "cached"), []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *a, **k: asked.append(k) or str(source)
+    )
+    assert "model_type 'gemma2'" in refused("owner/name")
+    assert len(asked) == 1 and "*.safetensors" not in asked[0]["allow_patterns"]
+
+
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
 def test_a_target_that_exists(refused, tmp_path, kind):
     target = tmp_path / "out" / "model"

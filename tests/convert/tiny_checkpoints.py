@@ -229,7 +229,7 @@ def sentencepiece_model() -> bytes:
 
 def byte_level() -> Tokenizer:
     """A byte-level BPE tokenizer without merges; <|end|> has id 4."""
-    pieces = ["<s>", "</s>", "<unk>", *MARKERS[:2], *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces = ["<unk>", "<s>", "</s>", *MARKERS[:2], *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(BPE({piece: number for number, piece in enumerate(pieces)}, []))
     tokenizer.add_special_tokens(pieces[:5])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
