@@ -62,6 +62,7 @@ def convert(
     source_config = read_json(folder / "config.json")
     layout = find_layout(source_config)
     config = _target_config(layout, source_config, attention, budget)
+    print(f"[INFO] {layout.name}, {config['attention']['kind']} attention", flush=True)
     model = Model(ModelArgs(config))
     fetch_weights(hf_path, revision)
     print("[INFO] Loading", flush=True)

@@ -7,7 +7,9 @@ from mlx_selective import selective_attention, ssa_attention, stick_breaking_att
 
 B, H, HKV, N, D, BLOCK = 1, 8, 4, 4096, 16, 64
 ALL_LOGITS = B * H * N * N * 4
-BLOCK_LOGITS = B * H * BLOCK * N * 4
+#: A GPU frees a buffer only when its queue has passed it: the docstrings allow it three times.
+LATE = 1 if mx.default_device() == mx.cpu else 3
+BLOCK_LOGITS = LATE * B * H * BLOCK * N * 4
 #: q, k and v in float32, twice (also their gradients), the output, F at the block starts
 ARRAYS = 2 * (H + 2 * HKV) * B * N * D * 4 + 2 * B * H * N * D * 4 + B * N * N // BLOCK * 4
 
@@ -53,7 +55,7 @@ def test_forward(name, qkv):
     function, stated, _ = FUNCTIONS[name]
     used = peak(function, *qkv)
     assert used < stated * BLOCK_LOGITS + ARRAYS
-    assert used < ALL_LOGITS / 4
+    assert used < LATE * ALL_LOGITS / 4
 
 
 @pytest.mark.parametrize("name", ["selective", "stick_breaking"])
@@ -61,4 +63,4 @@ def test_backward(name, qkv):
     function, _, stated = FUNCTIONS[name]
     used = peak(mx.grad(lambda *qkv: function(*qkv).sum(), argnums=(0, 1, 2)), *qkv)
     assert used < stated * BLOCK_LOGITS + ARRAYS
-    assert used < ALL_LOGITS / 2
+    assert used < LATE * ALL_LOGITS / 2

@@ -14,13 +14,16 @@ few_examples = settings(max_examples=20, deadline=None)
 
 
 def F_rows(q, k, v, scale):
-    """F as each query leaves it, (B, T, T), by feeding prefixes."""
-    rows = []
-    for end in range(1, q.shape[2] + 1):
+    """F as each query leaves it, (B, T, T), fed one query at a time as a cache does."""
+    B, _, T, _ = q.shape
+    rows, F = [], mx.zeros((B, 0))
+    for i in range(T):
+        F = mx.pad(F, ((0, 0), (0, 1)))
+        end = i + 1
         _, F = selective_attention(
-            q[:, :, :end], k[:, :, :end], v[:, :, :end], scale=scale, return_F=True
+            q[:, :, i:end], k[:, :, :end], v[:, :, :end], scale=scale, F=F, return_F=True
         )
-        rows.append(np.pad(np.array(F), ((0, 0), (0, q.shape[2] - end))))
+        rows.append(np.pad(np.array(F), ((0, 0), (0, T - end))))
     return np.stack(rows, axis=1)
 
 
