@@ -17,11 +17,18 @@ COMMANDS = {
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Tells a wrong flag in one line, without the usage before it."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def build_parser(command: str) -> tuple[argparse.ArgumentParser, object]:
     """The parser of one command, and its module; other commands are not imported."""
     module_name, summary = COMMANDS[command]
     module = importlib.import_module(f".{module_name}", __package__)
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=f"mlx-selective {command}", description=summary[0].upper() + summary[1:] + "."
     )
     module.add_arguments(parser)
@@ -42,10 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if arguments is None else arguments))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader is gone (as in `| head`); without this Python would fail again at its exit.
+    except OSError as error:
+        # Nobody reads on (as in `| head`), or the disk is full: Python would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"mlx-selective: error: the output cannot be written ({error}).", file=sys.stderr)
+        return 2
 
 
 def _run(arguments: list[str]) -> int:

@@ -6,7 +6,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..generation.options import render_chat
 
-_ANSWER = "ANSWERSTANDSHERE"
+#: Stand-ins for messages, to find their places in what a template renders.
+_ANSWER, _QUESTION = "ANSWERSTANDSHERE", "QUESTIONSTANDSHERE"
 
 
 @dataclass
@@ -38,20 +39,17 @@ class Conversation:
         """
         if not self.tokenizer.has_chat_template:
             return self._plain_tokens(text)
-        user = {"role": "user", "content": text}
         if not self.messages:
+            user = {"role": "user", "content": text}
             return list(render_chat(self.tokenizer, [*self._system(), user]))
-        rendered = render_chat(
-            self.tokenizer,
-            [
-                *self._system(),
-                {"role": "user", "content": "-"},
-                {"role": "assistant", "content": _ANSWER},
-                user,
-            ],
-            tokenize=False,
-        )
-        return self._after_answer(rendered.split(_ANSWER, 1)[1])
+        tokens = self.tokenizer.encode(self._after_answer(text), add_special_tokens=False)
+        gap = self._after_answer(_QUESTION).split(_QUESTION, 1)[0]
+        if self._find_end(self.tokenizer.encode(gap, add_special_tokens=False)) is None:
+            return tokens  # this template ends no answer
+        end = self._find_end(tokens)
+        # Before the end token there is nothing but what a tokenizer puts at the start of a
+        # text; an answer that ended has the end token in the cache.
+        return tokens[end + 1 :] if self._answer_ended else tokens[end:]
 
     def add_turn(self, text: str, answer: str, ended: bool) -> None:
         """Records a message and its answer.
@@ -69,14 +67,20 @@ class Conversation:
         return [{"role": "system", "content": self.system_prompt}]
 
     def _after_answer(self, text):
-        """Encodes what the template puts after an answer, from its end token on."""
-        tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        for index, token in enumerate(tokens):
-            if token in self.tokenizer.eos_token_ids:
-                # Before the end token there is nothing but what a tokenizer puts at the start
-                # of a text; an answer that ended has the end token in the cache.
-                return tokens[index + 1 :] if self._answer_ended else tokens[index:]
-        return tokens
+        """What the template puts from the end of an answer to the beginning of the next."""
+        messages = [
+            *self._system(),
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": text},
+        ]
+        rendered = render_chat(self.tokenizer, messages, tokenize=False)
+        return rendered.split(_ANSWER, 1)[1]
+
+    def _find_end(self, tokens):
+        """Where the first end token stands, or None."""
+        ends = self.tokenizer.eos_token_ids
+        return next((i for i, token in enumerate(tokens) if token in ends), None)
 
     def _plain_tokens(self, text):
         """Without a template: the texts, one after another."""

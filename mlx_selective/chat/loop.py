@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Callable
 
+from ..output import safe_text
 from .interrupts import InterruptFlag
-from .output import safe_text
 from .session import ChatSession
 
 HELP = """\

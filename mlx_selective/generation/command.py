@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Generates from one prompt and prints the text with its account."""
     accept_all_text()
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    # As in mlx-lm, a typed \\n is a line feed.
+    typed = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = sys.stdin.read() if typed == "-" else typed
     if not text:
         raise UserError("the prompt is empty; give --prompt some text.")
     model, tokenizer = load(args.model, args.budget, adapter_path=args.adapter_path)
@@ -71,4 +73,4 @@ def run(args: argparse.Namespace) -> None:
         "peak_memory": last.peak_memory,
         "cache": account(options["prompt_cache"]).to_json(),
     }
-    print(json.dumps(record, ensure_ascii=False))
+    print(json.dumps(record))  # ASCII: no character that steers a terminal

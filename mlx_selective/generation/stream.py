@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..cache import account, make_prompt_cache
 from ..errors import UserError
+from ..output import safe_text
 
 #: Prompts are read in chunks of this many tokens: memory during the prompt grows with it, and
 #: so do the keys that the queries of a chunk see beyond the budget.
@@ -46,10 +47,7 @@ def stream_generate(
     Raises:
         UserError: if both a budget and a prompt_cache are given, or the model has no budget.
     """
-    if prompt_cache is not None and budget is not None:
-        raise UserError("give a budget or a prompt_cache; a cache has its budget already.")
-    if prompt_cache is None:
-        prompt_cache = make_prompt_cache(model, budget)
+    prompt_cache = _cache_for(model, budget, prompt_cache)
     yield from mlx_lm.stream_generate(
         model,
         tokenizer,
@@ -80,14 +78,29 @@ def generate(
     Returns:
         The generated text.
     """
-    if prompt_cache is None:
-        prompt_cache = make_prompt_cache(model, budget)
-    elif budget is not None:
-        raise UserError("give a budget or a prompt_cache; a cache has its budget already.")
-    kwargs.setdefault("prefill_step_size", PREFILL_STEP_SIZE)
-    text = mlx_lm.generate(
-        model, tokenizer, prompt, verbose=verbose, prompt_cache=prompt_cache, **kwargs
-    )
+    prompt_cache = _cache_for(model, budget, prompt_cache)
     if verbose:
+        print("=" * 10)
+    text, response = "", None
+    for response in stream_generate(model, tokenizer, prompt, prompt_cache=prompt_cache, **kwargs):
+        text += response.text
+        if verbose:
+            print(safe_text(response.text), end="", flush=True)
+    if verbose and response is not None:
+        print("\n" + "=" * 10)
+        for count, rate, name in (
+            (response.prompt_tokens, response.prompt_tps, "Prompt"),
+            (response.generation_tokens, response.generation_tps, "Generation"),
+        ):
+            print(f"{name}: {count} tokens, {rate:.3f} tokens-per-sec")
+        print(f"Peak memory: {response.peak_memory:.3f} GB")
         print(f"Cache: {account(prompt_cache)}")
-    return text or ""
+    return text
+
+
+def _cache_for(model, budget, prompt_cache):
+    if prompt_cache is None:
+        return make_prompt_cache(model, budget)
+    if budget is not None:
+        raise UserError("give a budget or a prompt_cache; a cache has its budget already.")
+    return prompt_cache

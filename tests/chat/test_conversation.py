@@ -159,6 +159,20 @@ def test_a_template_without_an_end_token(ended):
     assert tokenizer.decode(conversation.tokens_for("Bye.")) == "\nuser: Bye.\nassistant: "
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_template_that_ends_questions_but_not_answers(ended):
+    """The end token of the new question is not taken for the end of the answer."""
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{{ eos_token if m.role == 'user' else '\n' }}{% endfor %}"
+    )
+    conversation = Conversation(byte_tokenizer(template))
+    conversation.tokens_for("first")
+    conversation.add_turn("first", "answer", ended)
+    tokens = conversation.tokens_for("second")
+    assert conversation.tokenizer.decode(tokens) == "\nuser: second</s>"
+
+
 def test_without_a_template_the_texts_follow_one_another():
     tokenizer = byte_tokenizer(None)
     conversation = Conversation(tokenizer, "Be brief.")

@@ -188,11 +188,9 @@ def test_what_cannot_be_done_is_refused_in_one_line(command, typed, flags, reaso
     typed(b"")
     code, out, error = command(*flags)
 
-    *usage, line = error.splitlines()
+    (line,) = error.splitlines()
     assert (code, out) == (2, "")
     assert line.startswith("mlx-selective generate: error: ") and reason in line
-    # argparse puts its usage before its own messages.
-    assert not usage or (usage[0].startswith("usage: ") and "argument" in line)
 
 
 @pytest.mark.parametrize("as_prompt", [list, mx.array, None], ids=["list", "array", "text"])
@@ -272,6 +270,41 @@ def test_a_cache_already_has_its_budget(model, tokenizer):
     with pytest.raises(UserError, match="a budget or a prompt_cache"):
         next(stream_generate(model, tokenizer, PROMPT, **options))
     assert all(cache.empty() for cache in caches)
+
+
+def test_a_typed_line_feed_is_one_as_in_mlx_lm(command, tokenizer):
+    flags = ["--ignore-chat-template", "-m", "1", "--format", "json"]
+    record = json.loads(command("--prompt", "a\\nb\\tc", *flags)[1])
+    assert record["prompt_tokens"] == len(tokenizer.encode("a\nb\tc"))
+
+
+def test_text_reaches_the_terminal_as_text_only(model, tokenizer, monkeypatch, capsys):
+    from mlx_selective.generation import stream
+
+    def hostile(*args, **kwargs):
+        for response in mlx_lm.stream_generate(*args, **kwargs):
+            response.text = "\x1b]52;c;eA==\x07ok\x9b2J"
+            yield response
+
+    monkeypatch.setattr(stream, "stream_generate", hostile)
+    returned = generate(model, tokenizer, "hi", verbose=True, max_tokens=1)
+    printed = capsys.readouterr().out
+    assert returned == "\x1b]52;c;eA==\x07ok\x9b2J"
+    assert "]52;c;eA==ok2J" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_a_full_disk_is_told_in_one_line():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "mlx_selective", "generate", "--prompt", "hi", "-m", "2"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "No space left on device" in result.stderr
 
 
 def test_verbose_prints_and_returns_the_text(model, tokenizer, capsys):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_selective.chat.output import safe_text
+from mlx_selective.output import safe_text
 
 # Written out by code point; the code under test goes by Unicode category.
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
