@@ -30,10 +30,16 @@ class CacheAccount:
         del record["tokens"]
         return record
 
-    def __str__(self) -> str:
-        kept = self.kept if isinstance(self.kept, int) else f"{min(self.kept)}-{max(self.kept)}"
+    @property
+    def kept_text(self) -> str:
+        """How many keys a layer keeps, as a number or a range."""
         return (
-            f"{kept} of {self.tokens} tokens kept in each layer, "
+            str(self.kept) if isinstance(self.kept, int) else (f"{min(self.kept)}-{max(self.kept)}")
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kept_text} of {self.tokens} tokens kept in each layer, "
             f"{self.bytes / 1e6:.2f} MB (a full cache: {self.full_bytes / 1e6:.2f} MB)"
         )
 

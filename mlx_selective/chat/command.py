@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from ..builtin import BUILTIN_MODEL
 from ..generation.options import (
     accept_all_text,
     add_model_arguments,
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> None:
         attention = getattr(model, "attention", None)
         kind = f"{attention.kind} attention" if attention else "attention as in mlx-lm"
         budget = session.account().budget
-        print(f"{args.model}: {kind}, " + (f"{budget} keys a layer" if budget else "full cache"))
+        name = "built-in model" if args.model == str(BUILTIN_MODEL) else args.model
+        print(f"{name}: {kind}, " + (f"{budget} keys a layer" if budget else "full cache"))
         print(HELP)
     if not tokenizer.has_chat_template:
         print("(this model has no chat template; it continues plain text)", file=sys.stderr)

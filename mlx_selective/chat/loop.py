@@ -80,10 +80,11 @@ class Chat:
         return self.context is not None and self.session.account().tokens > self.context
 
     def _figures(self) -> str:
-        last = self.session.last
+        last, held = self.session.last, self.session.account()
         return (
             f"[{last.generation_tokens} tokens · {last.generation_tps:.1f} tok/s · "
-            f"{self.session.account()}]"
+            f"kept {held.kept_text} of {held.tokens} · "
+            f"{held.bytes / 1e6:.2f} MB, full {held.full_bytes / 1e6:.2f} MB]"
         )
 
     def _reset(self) -> None:
@@ -97,11 +98,11 @@ class Chat:
         self._tell(f"budget      {account.budget or 'none: every key is kept'}")
         self._tell(f"cache       {account}")
         if last is not None:
+            self._tell(f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s")
             self._tell(
-                f"last answer {last.generation_tokens} tokens, {last.generation_tps:.1f} tok/s "
-                f"(prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s), "
-                f"peak memory {last.peak_memory:.3f} GB"
+                f"answer      {last.generation_tokens} tokens, {last.generation_tps:.1f} tok/s"
             )
+            self._tell(f"peak memory {last.peak_memory:.3f} GB")
 
     def _command(self, text: str) -> None:
         if text in self.commands:

@@ -231,7 +231,7 @@ def test_a_person_sees_a_banner_answers_and_figures_and_leaves_with_exit():
             terminal.type("Hello\n")
             terminal.expect("Hello\n")
             answers.append(terminal.expect(r"\n(?=\[)"))
-            terminal.expect(r"\d+ tokens · [\d.]+ tok/s · \d+ of \d+ tokens kept.*MB\)\]\n>> ")
+            terminal.expect(r"\d+ tokens · [\d.]+ tok/s · kept \d+ of \d+ · .*MB\]\n>> ")
             terminal.type("/reset\n")
             terminal.expect(r"\(a new conversation\)\n>> ")
         assert answers[0].strip() and answers[0] == answers[1]
@@ -253,7 +253,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on():
             terminal.expect(r"\S[^\[]*\S")
             terminal.interrupt()
             terminal.expect(r"\n\(stopped\)\n\[")
-            tokens.append(int(re.search(r"of (\d+) tokens", terminal.expect("\n>> "))[1]))
+            tokens.append(int(re.search(r"kept \d+ of (\d+)", terminal.expect("\n>> "))[1]))
         assert tokens[0] < tokens[1] < tokens[2]
 
         assert terminal.leave("\x04") == 0
