@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import UserError
+from ..files import one_line
 
 
 def check_free(target: Path) -> None:
@@ -20,6 +21,20 @@ def check_free(target: Path) -> None:
 
 
 @contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Turns a failure to write (no space, no permission) into one line that names the target.
+
+    Raises:
+        UserError: on an OSError, or a RuntimeError, by which mlx tells a full disk.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"{target}: cannot be written ({reason}).") from None
+
+
+@contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside the target that takes its place on success, in one step.
 
@@ -29,22 +44,21 @@ def whole_folder(target: Path) -> Iterator[Path]:
         target: a path where nothing stands yet.
 
     Raises:
-        UserError: if the folder cannot be written (no space, no permission).
+        UserError: if the folder cannot be made or put in place.
     """
     check_free(target)
     partial, made = None, []
     try:
-        made = [folder for folder in target.parents if not folder.exists()]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        with writing(target):
+            made = [folder for folder in target.parents if not folder.exists()]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
         yield partial
-        partial.chmod(0o755)
-        _sync(partial)
-        check_free(target)
-        os.rename(partial, target)
-    except (OSError, RuntimeError) as error:  # mlx tells a full disk by a RuntimeError
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(f"{target}: cannot be written ({reason}).") from None
+        with writing(target):
+            partial.chmod(0o755)
+            _sync(partial)
+            check_free(target)
+            os.rename(partial, target)
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)

@@ -11,9 +11,9 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 from ..attention import SSA, Selective, method_from_dict
 from ..config_fields import check_fields
 from ..errors import UserError
-from ..files import read_json
+from ..files import one_line, read_json
 from ..model import MODEL_FILE, MODEL_FILE_TEXT, MODEL_TYPE, Model, ModelArgs
-from .folder import check_free, whole_folder
+from .folder import check_free, whole_folder, writing
 from .layouts import Layout, find_layout
 from .source import fetch_weights, find_checkpoint, read_tensors, weight_files
 from .tokenizer import end_tokens, write_tokenizer
@@ -65,22 +65,20 @@ def convert(
     print(f"[INFO] {layout.name}, {config['attention']['kind']} attention", flush=True)
     model = Model(ModelArgs(config))
     fetch_weights(hf_path, revision)
-    print("[INFO] Loading", flush=True)
-    _load(model, layout, folder, config, source_config)
-    told = config.pop("dtype", None)  # transformers 5's name of torch_dtype
-    dtype = dtype or config.get("torch_dtype") or told
-    if dtype in DTYPES:
-        _cast(model, dtype)
-        config["torch_dtype"] = dtype
-    if quantize:
-        print("[INFO] Quantizing", flush=True)
-        model, config = _quantize(model, config, q_group_size, q_bits, q_mode)
+    # Inside, so that whatever is wrong with the source is found before much is read or written.
     with whole_folder(mlx_path) as partial:
         write_tokenizer(folder, partial)
         config["eos_token_id"] = end_tokens(folder, config, partial)
-        save_config(config, partial / "config.json")
-        (partial / MODEL_FILE).write_text(MODEL_FILE_TEXT, encoding="utf-8")
-        save_model(partial, model, donate_model=True)
+        print("[INFO] Loading", flush=True)
+        _load(model, layout, folder, config, source_config)
+        _set_dtype(model, config, dtype)
+        if quantize:
+            print("[INFO] Quantizing", flush=True)
+            model, config = _quantize(model, config, q_group_size, q_bits, q_mode)
+        with writing(mlx_path):
+            save_config(config, partial / "config.json")
+            (partial / MODEL_FILE).write_text(MODEL_FILE_TEXT, encoding="utf-8")
+            save_model(partial, model, donate_model=True)
     return mlx_path
 
 
@@ -134,17 +132,21 @@ def _load(model, layout, folder, config, source_config):
     model.load_weights(list(weights.items()), strict=not fresh)
 
 
-def _cast(model: nn.Module, dtype: str) -> None:
-    """Casts as mlx_lm.convert does: temperatures stay float32."""
+def _set_dtype(model: nn.Module, config: dict[str, Any], dtype: str | None) -> None:
+    """Casts the weights to the dtype asked for, or the config's; temperatures to float32."""
+    told = config.pop("dtype", None)  # transformers 5's name of torch_dtype
+    dtype = dtype or config.get("torch_dtype") or told
+    if dtype not in DTYPES:
+        return
     print("[INFO] Using dtype:", dtype, flush=True)
+    config["torch_dtype"] = dtype
     target, castable = getattr(mx, dtype), model.cast_predicate
-
-    def cast(path, value):
-        if castable(path) and mx.issubdtype(value.dtype, mx.floating):
-            return value.astype(target)
-        return value.astype(mx.float32)
-
-    model.update(tree_map_with_path(cast, model.parameters()))
+    model.update(
+        tree_map_with_path(
+            lambda path, value: value.astype(target if castable(path) else mx.float32),
+            model.parameters(),
+        )
+    )
 
 
 def _check_quantization(group_size, bits, mode):
@@ -157,7 +159,7 @@ def _check_quantization(group_size, bits, mode):
         mx.quantize(mx.zeros((1, 128)), group_size, bits, mode)
     except ValueError as error:
         flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
-        reason = str(error).removeprefix("[quantize] ").splitlines()[0]
+        reason = one_line(error).removeprefix("[quantize] ")
         raise UserError(f"--q-mode {mode} {flags}: {reason}") from None
 
 
@@ -165,7 +167,7 @@ def _quantize(model, config, group_size, bits, mode):
     try:
         model, config = quantize_model(model, config, group_size, bits, mode=mode)
     except ValueError as error:
-        raise UserError(f"quantising failed: {str(error).splitlines()[0]}") from None
+        raise UserError(f"quantising failed: {one_line(error)}") from None
     if not any(path.endswith(".scales") for path, _ in tree_flatten(model.parameters())):
         # mlx-lm passes over every layer whose width is no multiple of the group size.
         raise UserError(

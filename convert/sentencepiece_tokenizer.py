@@ -38,7 +38,7 @@ from sentencepiece import sentencepiece_model_pb2 as sentencepiece_proto
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from mlx_selective.errors import UserError
+from ..errors import UserError
 
 Piece = sentencepiece_proto.ModelProto.SentencePiece
 TrainerSpec = sentencepiece_proto.TrainerSpec

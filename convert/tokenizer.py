@@ -26,8 +26,13 @@ def write_tokenizer(source: Path, target: Path) -> None:
     Raises:
         UserError: if there is no tokenizer, or it is damaged.
     """
-    for file in companion_files(source):
-        shutil.copyfile(file, target / file.name)
+    try:
+        for file in companion_files(source):
+            shutil.copyfile(file, target / file.name)
+            if file.suffix == ".jinja":
+                file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be copied ({one_line(error)}).") from None
     config_file = source / "tokenizer_config.json"
     config = read_json(config_file) if config_file.is_file() else {}
     if (source / "tokenizer.json").is_file():
@@ -35,7 +40,14 @@ def write_tokenizer(source: Path, target: Path) -> None:
         return
     if not (source / "tokenizer.model").is_file():
         raise UserError(f"{source}: no tokenizer (tokenizer.json or tokenizer.model).")
-    write_fast_tokenizer(source / "tokenizer.model", config, target)
+    try:
+        write_fast_tokenizer(source / "tokenizer.model", config, target)
+    except UserError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{config_file}: a field is not as transformers writes it ({one_line(error)})."
+        ) from None
 
 
 def _check_tokenizer(file: Path) -> None:

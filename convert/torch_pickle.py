@@ -17,8 +17,7 @@ from typing import BinaryIO
 import mlx.core as mx
 import numpy as np
 
-from mlx_selective.errors import UserError
-
+from ..errors import UserError
 from .torch_unpickler import DTYPES, Refusal, Storage, View, kind, printable, unpickle
 
 __all__ = ["read_torch_file"]

@@ -6,6 +6,20 @@ methods into an mlx-lm model, and the methods themselves are plain functions.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what __getattr__ imports, for type checkers and editors
+    from .attention import (
+        AttentionMethod,
+        selective_attention,
+        ssa_attention,
+        stick_breaking_attention,
+    )
+    from .cache import PrunedKVCache, account, make_prompt_cache
+    from .errors import UserError
+    from .generation import generate, stream_generate
+    from .grafting import graft
+    from .loading import load
 
 __version__ = "0.1.0"
 
@@ -25,7 +39,20 @@ _PUBLIC = {
     "stream_generate": "generation",
 }
 
-__all__ = sorted(_PUBLIC)
+__all__ = [
+    "AttentionMethod",
+    "PrunedKVCache",
+    "UserError",
+    "account",
+    "generate",
+    "graft",
+    "load",
+    "make_prompt_cache",
+    "selective_attention",
+    "ssa_attention",
+    "stick_breaking_attention",
+    "stream_generate",
+]
 
 
 def __getattr__(name: str):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .errors import UserError
+from .output import safe_text
 
 #: command -> (module with add_arguments and run, one line of help)
 COMMANDS = {
@@ -78,12 +79,21 @@ def _run(arguments: list[str]) -> int:
         parser, module = build_parser(command)
         return module.run(parser.parse_args(rest)) or 0
     except UserError as error:
-        message = " ".join(str(error).splitlines())
-        print(f"mlx-selective {command}: error: {message}", file=sys.stderr)
-        return 2
+        return _fail(command, str(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _fail(command, str(error))
     except KeyboardInterrupt:
-        print(f"\nmlx-selective {command}: interrupted; nothing half-written.", file=sys.stderr)
+        print(f"\nmlx-selective {command}: interrupted.", file=sys.stderr)
         return 130
+
+
+def _fail(command: str, message: str) -> int:
+    """One line on the error stream; what a file or a template says cannot steer the terminal."""
+    message = safe_text(" ".join(message.split()))
+    print(f"mlx-selective {command}: error: {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

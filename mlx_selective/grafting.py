@@ -8,12 +8,11 @@ function hands over to it. Parameter names, ``sanitize``, quantisation and LoRA 
 
 import functools
 import types
-from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
 
-from .attention import AttentionMethod, Selective, method_from_dict
+from .attention import AttentionMethod, method_from_dict
 from .errors import UserError
 
 #: mlx-lm model types whose attention is known to keep to the pattern, with nothing else in it.
@@ -31,7 +30,9 @@ def graft(model: nn.Module, attention: AttentionMethod | dict[str, Any]) -> nn.M
             ``graft(model, {"kind": "selective", "budget": 256})``.
 
     Returns:
-        The same model, whose ``make_cache`` gives the method's caches.
+        The same model, whose ``make_cache`` gives the method's caches. Everything else stays as
+        mlx-lm computes it (for GPT-NeoX that is an approximated GELU; a converted folder, whose
+        config tells, computes what it says).
 
     Raises:
         UserError: if the method or its settings are unknown, or if the model has something
@@ -40,10 +41,10 @@ def graft(model: nn.Module, attention: AttentionMethod | dict[str, Any]) -> nn.M
     if not isinstance(attention, AttentionMethod):
         attention = method_from_dict(attention)
     _check_graftable(model)
-    layers = model.layers
-    for index, layer in enumerate(layers):
-        method = attention.for_layer(index, len(layers))
-        module = _attention_module(layer)
+    modules = [_attention_module(layer) for layer in model.layers]
+    # Everything that can be refused is refused before anything changes.
+    methods = [attention.for_layer(index, len(modules)) for index in range(len(modules))]
+    for method, module in zip(methods, modules, strict=True):
         method.install(module, model.args)
         module.attention_method = method
         module.__class__ = _grafted_attention(type(module))
@@ -69,45 +70,33 @@ def _check_graftable(model: nn.Module) -> None:
 def _attention_module(layer: nn.Module) -> nn.Module:
     """The part of a decoder layer whose code calls mlx-lm's attention function."""
     for module in layer.children().values():
-        if isinstance(module, nn.Module):
-            if _INTERCEPTED in type(module).__call__.__code__.co_names:
-                return module
+        run = vars(type(module)).get("__call__")
+        if isinstance(run, types.FunctionType) and _INTERCEPTED in run.__code__.co_names:
+            return module
     raise UserError(f"{type(layer).__name__} has no part that calls {_INTERCEPTED}.")
-
-
-class GraftedAttention:
-    """Mixed into mlx-lm's attention class of a grafted layer."""
 
 
 class GraftedModel:
     """Mixed into mlx-lm's model class: caches and conversion rules of the method."""
 
-    def make_cache(self) -> list[Any]:
-        """One empty cache a layer, for mlx_lm.models.cache.make_prompt_cache."""
-        return [
-            module.attention_method.make_cache()
-            for layer in self.layers
-            for module in layer.children().values()
-            if isinstance(module, GraftedAttention)
-        ]
+    def make_cache(self, budget: int | list[int] | None = None) -> list[Any]:
+        """One empty cache a layer, for mlx_lm.models.cache.make_prompt_cache.
 
-    def with_budget(self, budget: int | list[int]) -> list[AttentionMethod]:
-        """The methods of all layers under another budget.
+        Args:
+            budget: keys that each layer keeps, instead of the model's own budget.
 
         Raises:
-            UserError: if the attention of this model cannot be pruned.
+            UserError: if there is a budget, and the attention of this model cannot be pruned.
         """
-        if not isinstance(self.attention, Selective):
-            raise UserError(
-                f"a budget needs selective attention; this model has {self.attention.kind}."
-            )
-        method, layers = replace(self.attention, budget=budget), len(self.layers)
-        return [method.for_layer(index, layers) for index in range(layers)]
+        method = self.attention if budget is None else self.attention.with_budget(budget)
+        layers = len(self.layers)
+        return [method.for_layer(index, layers).make_cache() for index in range(layers)]
 
     @property
     def cast_predicate(self):
-        """Temperatures stay in float32 when mlx-lm casts a model; everything else is cast."""
-        return lambda path: "temperature" not in path
+        """Temperatures stay in float32 when mlx-lm casts a model, and what the base model keeps."""
+        base = getattr(super(), "cast_predicate", lambda path: True)
+        return lambda path: "temperature" not in path and base(path)
 
 
 @functools.cache
@@ -125,7 +114,7 @@ def _grafted_attention(base: type) -> type:
         return run(self, x, None, method.call(method, self, x, cache))
 
     name = f"Grafted{base.__name__}"
-    return type(name, (GraftedAttention, base), {"__call__": __call__, "__module__": __name__})
+    return type(name, (base,), {"__call__": __call__, "__module__": __name__})
 
 
 @functools.cache

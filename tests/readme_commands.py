@@ -1,6 +1,6 @@
 """Prints a command block of the README, so that CI runs what the README says.
 
-usage: python tests/readme_commands.py chat|test|slow
+usage: python tests/readme_commands.py chat|test|lint
 """
 
 import re

@@ -1,13 +1,14 @@
 """Grafted models: equal to mlx-lm where they should be, and to themselves however they are fed."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny import ATTENTIONS, CONFIGS, grafted, stock, tokens
 
@@ -238,3 +239,55 @@ def test_budget_needs_selective_attention():
         make_budgeted(grafted("llama", {"kind": "ssa"}), 8)
     with pytest.raises(UserError, match="without it"):
         make_budgeted(stock("llama"), 8)
+
+
+@families
+@pytest.mark.parametrize("kind", ["softmax", "ssa", "stick_breaking"])
+def test_rows_of_mlx_lms_batch_cache_are_as_alone(family, kind):
+    """These methods have mlx-lm's KVCache, which its server and batch_generate merge."""
+    model, pads = grafted(family, {"kind": kind}), [0, 3, 9]
+    ids = tokens(3, 20)
+    for attention in [
+        layer.attention if family == "gpt_neox" else layer.self_attn
+        for layer in model.layers
+        if kind == "ssa"
+    ]:
+        attention.query_temperature.alpha = mx.array([-1.0, 0.0, 1.0, 2.0])
+    cache = [BatchKVCache(pads) for _ in model.layers]
+    together, _ = feed(model, ids, [12, 1, 1, 6], cache)
+    for row, n in enumerate(pads):
+        alone, _ = feed(model, ids[row : row + 1, n:], [12 - n, 1, 1, 6])
+        difference = mx.abs(together[row, n:] - alone[0])
+        assert difference.max() < 2e-5 * mx.abs(alone).max()
+
+
+def test_selective_caches_are_not_merged_silently():
+    """Until they can be batched, mlx-lm must see that they cannot."""
+    (cache, *_) = make_prompt_cache(grafted("llama", {"kind": "selective"}))
+    assert not hasattr(cache, "merge")
+
+
+def test_stick_breaking_refuses_quantised_keys():
+    model, ids = grafted("llama", {"kind": "stick_breaking"}, hidden_size=256), tokens(1, 5)
+    cache = [QuantizedKVCache(group_size=64, bits=8) for _ in range(3)]
+    with pytest.raises(UserError, match="quantised KV cache"):
+        model(ids, cache=cache)
+
+
+def test_a_refused_graft_changes_nothing():
+    model, ids = stock("llama"), tokens(1, 8)
+    before = model(ids)
+    with pytest.raises(UserError, match="lists 2 layers"):
+        graft(model, {"kind": "selective", "budget": [4, 5]})
+    model.layers[2].self_attn, kept = nn.Linear(32, 32), model.layers[2].self_attn
+    with pytest.raises(UserError, match="has no part that calls"):
+        graft(model, {"kind": "ssa"})
+    model.layers[2].self_attn = kept
+    assert type(model) is llama.Model
+    assert mx.array_equal(model(ids), before)
+
+
+def test_temperatures_stay_float32_when_mlx_lm_casts():
+    model = grafted("llama", {"kind": "ssa"})
+    assert model.cast_predicate("model.layers.0.self_attn.q_proj.weight")
+    assert not model.cast_predicate("model.layers.0.self_attn.query_temperature.alpha")

@@ -19,8 +19,11 @@ def query_blocks(queries: int, keys: int, block_size: int) -> list[tuple[int, in
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}.")
-    ends = [min(start + block_size, queries) for start in range(0, queries, block_size)]
-    return [(end - (end - 1) % block_size - 1, end, keys - queries + end) for end in ends]
+    blocks = []
+    for start in range(0, queries, block_size):
+        end = min(start + block_size, queries)
+        blocks.append((start, end, keys - queries + end))
+    return blocks
 
 
 def scan_queries(

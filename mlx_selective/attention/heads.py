@@ -62,3 +62,17 @@ def weigh_values(weights: mx.array, v: mx.array) -> mx.array:
     Hkv = v.shape[1]
     stacked = weights.reshape(B, Hkv, (H // Hkv) * T, N)
     return (stacked @ v.astype(mx.float32)).reshape(B, H, T, v.shape[3])
+
+
+def masked_softmax(z: mx.array, visible: mx.array) -> mx.array:
+    """Softmax over the visible keys; a query that sees none gets zeros, not NaN.
+
+    Args:
+        z: logits (B, H, T, N), float32.
+        visible: broadcastable to z, bool.
+
+    Returns:
+        (B, H, T, N), float32.
+    """
+    z = mx.where(visible, z, mx.finfo(mx.float32).min)
+    return mx.where(visible, mx.softmax(z, axis=-1), 0)

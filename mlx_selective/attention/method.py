@@ -82,6 +82,14 @@ class AttentionMethod:
         """The settings of one of the model's layers; the same for all unless overridden."""
         return self
 
+    def with_budget(self, budget: int | list[int | None]) -> "AttentionMethod":
+        """The same method under another budget of keys.
+
+        Raises:
+            UserError: if this attention cannot be pruned.
+        """
+        raise UserError(f"a budget needs selective attention; this model has {self.kind}.")
+
     def install(self, attention: nn.Module, args: Any) -> None:
         """Prepares mlx-lm's attention module: new parameters, or parts taken out.
 

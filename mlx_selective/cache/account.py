@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 
@@ -15,7 +16,8 @@ class CacheAccount:
         kept: keys a layer keeps; a list where layers differ.
         tokens: tokens seen, the true position of the next one.
         bytes: bytes allocated by the caches.
-        full_bytes: bytes that mlx-lm's KVCache would have allocated for the same tokens.
+        full_bytes: bytes that mlx-lm's KVCache would have allocated for the same tokens; for
+            caches of other kinds (quantised, state space), their own bytes.
     """
 
     budget: int | list[int | None] | None
@@ -52,8 +54,8 @@ def account(prompt_cache: list[Any]) -> CacheAccount:
     """
     return CacheAccount(
         budget=_one_or_all([getattr(cache, "budget", None) for cache in prompt_cache]),
-        kept=_one_or_all([cache.size() for cache in prompt_cache]),
-        tokens=max((cache.offset for cache in prompt_cache), default=0),
+        kept=_one_or_all([cache.size() or _tokens(cache) for cache in prompt_cache]),
+        tokens=max(map(_tokens, prompt_cache), default=0),
         bytes=sum(0 if cache.empty() else cache.nbytes for cache in prompt_cache),
         full_bytes=sum(_full_bytes(cache) for cache in prompt_cache),
     )
@@ -63,9 +65,17 @@ def _one_or_all(values: list) -> Any:
     return values[0] if values and all(value == values[0] for value in values) else values
 
 
+def _tokens(cache: Any) -> int:
+    """Tokens a cache has seen; 0 where it does not count them, as mlx-lm's state caches do."""
+    offset = getattr(cache, "offset", 0)
+    return int(offset.max()) if isinstance(offset, mx.array) else offset
+
+
 def _full_bytes(cache: Any) -> int:
     if cache.empty():
         return 0
-    slots = -(-cache.offset // KVCache.step) * KVCache.step
-    per_slot = sum(array.nbytes // array.shape[2] for array in (cache.keys, cache.values))
-    return per_slot * slots
+    arrays = (getattr(cache, "keys", None), getattr(cache, "values", None))
+    if not all(isinstance(array, mx.array) for array in arrays):
+        return cache.nbytes  # quantised, or a state that does not grow with the text
+    slots = -(-_tokens(cache) // KVCache.step) * KVCache.step
+    return sum(array.nbytes // array.shape[2] for array in arrays) * slots

@@ -20,9 +20,9 @@ def make_prompt_cache(model: nn.Module, budget: int | list[int] | None = None) -
     """
     if budget is None:
         return mlx_lm_cache.make_prompt_cache(model)
-    if not hasattr(model, "with_budget"):
+    if not hasattr(getattr(model, "attention", None), "with_budget"):
         raise UserError(
             f"a budget needs a model with selective attention; {model.model_type} was loaded "
             "without it (convert with --attention selective)."
         )
-    return [method.make_cache() for method in model.with_budget(budget)]
+    return model.make_cache(budget)

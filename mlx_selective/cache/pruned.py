@@ -16,10 +16,11 @@ class PrunedKVCache(_BaseCache):
     budget, ties going to the oldest; the first token and the newest stay. ``offset`` is the true
     position of the next token whatever was evicted.
 
-    Slots of a row hold kept keys in any order; ``positions`` tells which, -1 marking an empty
+    A row's slots hold its kept keys in any order; ``positions`` tells which, -1 marking an empty
     slot. Until the budget is reached, slots grow in steps as in mlx-lm's KVCache. From then on
     there are budget + 1 of them and the next token takes the place of the key evicted last, so
-    decoding writes one slot and moves nothing.
+    decoding writes one slot and moves nothing. Rows are independent: each has its own offset,
+    kept keys and empty slot.
 
     Args:
         budget: keys to keep, at least 2, or None to keep all (F is tracked all the same).
@@ -28,10 +29,9 @@ class PrunedKVCache(_BaseCache):
         keys, values: (B, Hkv, slots, D) after RoPE, in the model's dtype, or None.
         positions: (B, slots) int32.
         F: (B, slots) float32.
-        hole: (B, 1) int32, the empty slot of each row once the budget is reached, else None.
-        offset: tokens seen, the position of the next one.
-        kept: keys kept in each row (``size()``). Rows of a batch advance together here; which
-            keys each row keeps is its own affair.
+        hole: (B, 1) int32, an empty slot of each row once the budget is reached, else None.
+        offsets: tokens seen by each row, its next position.
+        kept: keys kept in each row.
     """
 
     step = 256
@@ -39,31 +39,47 @@ class PrunedKVCache(_BaseCache):
     def __init__(self, budget: int | None = None):
         self.budget = budget
         self.keys = self.values = self.positions = self.F = self.hole = None
-        self.offset = 0
-        self.kept = 0
+        self.offsets: list[int] = []
+        self.kept: list[int] = []
         self._live = 0
 
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the next token: an int, or (B,) int32 where rows differ."""
+        if len(set(self.offsets)) > 1:
+            return mx.array(self.offsets, mx.int32)
+        return self.offsets[0] if self.offsets else 0
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Adds new tokens (B, Hkv, T, D) and returns the keys and values of all live ones.
+        """Adds new tokens (B, Hkv, T, D) and returns the keys and values of all live slots.
 
         Live are the kept tokens and the new ones, also when they are more than the budget. With
         T > 1 the new tokens are last and in order.
+
+        Raises:
+            RuntimeError: if the call before was not ended by :meth:`prune`.
         """
-        T = keys.shape[2]
+        if self._live:
+            raise RuntimeError("prune(F) must follow each update_and_fetch.")
+        B, _, T, _ = keys.shape
+        if not self.offsets:
+            self.offsets, self.kept = [0] * B, [0] * B
+        new = _column(self.offsets) + mx.arange(T)
         if self.hole is not None and T == 1:
-            self._write_hole(keys, values)
+            self._live = self.keys.shape[2]
+            self._write_hole(keys, values, new)
         else:
             if self.hole is not None:
-                self._take(self._slots_by_position(self.kept))
+                self._take(self._slots_by_position()[:, : max(self.kept)])
                 self.hole = None
-            self._append(keys, values)
-        self.offset += T
-        self._live = self.kept + T
+            self._append(keys, values, new)
+        self.offsets = [offset + T for offset in self.offsets]
+        self.kept = [kept + T for kept in self.kept]
         return self.keys[:, :, : self._live], self.values[:, :, : self._live]
 
     @property
     def live_positions(self) -> mx.array:
-        """(B, live) int32: positions of the keys that update_and_fetch returned."""
+        """(B, live) int32: positions of the keys that update_and_fetch returned, -1 if empty."""
         return self.positions[:, : self._live]
 
     @property
@@ -74,33 +90,37 @@ class PrunedKVCache(_BaseCache):
     def prune(self, F: mx.array) -> None:
         """Stores F (B, live) after the attention of this call, and evicts down to the budget."""
         live, self._live = self._live, 0
-        evict = 0 if self.budget is None else max(0, live - self.budget)
-        self.kept = live - evict
-        if evict == 1:
-            self._evict_one(F)
-        elif evict:
-            self._evict_many(F, evict)
-        else:
+        budget = max(self.kept) if self.budget is None else self.budget
+        evict = [max(0, kept - budget) for kept in self.kept]
+        self.kept = [kept - gone for kept, gone in zip(self.kept, evict, strict=True)]
+        if not any(evict):
+            self.hole = None
             self.F[:, :live] = F
+        elif max(evict) == 1 and live == budget + 1:
+            self.F = F
+            self._evict_one(_column(evict))
+        else:
+            self.F, self.positions = F, self.positions[:, :live]
+            self._evict_many(_column(evict))
 
-    def _append(self, keys, values):
-        """Writes new tokens behind the kept ones, growing in steps."""
-        B, T, n = keys.shape[0], keys.shape[2], self.kept
-        slots = 0 if self.keys is None else self.keys.shape[2]
-        if n + T > slots:
-            self._grow(keys, values, (n + T + self.step - 1) // self.step * self.step)
-        self.keys[:, :, n : n + T] = keys
-        self.values[:, :, n : n + T] = values
-        new = mx.arange(self.offset, self.offset + T, dtype=mx.int32)
-        self.positions[:, n : n + T] = mx.broadcast_to(new, (B, T))
-        self.F[:, n : n + T] = mx.zeros((B, T), mx.float32)
+    def _append(self, keys, values, positions):
+        """Writes new tokens behind the slots in use, growing in steps."""
+        B, _, T, _ = keys.shape
+        start, end = max(self.kept), max(self.kept) + T
+        if self.keys is None or end > self.keys.shape[2]:
+            self._grow(keys, values, start, (end + self.step - 1) // self.step * self.step)
+        self.keys[:, :, start:end] = keys
+        self.values[:, :, start:end] = values
+        self.positions[:, start:end] = positions
+        self.F[:, start:end] = mx.zeros((B, T), mx.float32)
+        self._live = end
 
-    def _grow(self, keys, values, slots):
+    def _grow(self, keys, values, used, slots):
         """Makes room for ``slots`` tokens, or for what the budget can ever need."""
         B, Hkv, T, D = keys.shape
         if self.budget is not None:
-            slots = max(self.kept + T, min(slots, self.budget + 1))
-        more = slots - self.kept
+            slots = max(used + T, min(slots, self.budget + 1))
+        more = slots - used
         grown = [
             mx.zeros((B, Hkv, more, D), keys.dtype),
             mx.zeros((B, Hkv, more, values.shape[3]), values.dtype),
@@ -108,67 +128,65 @@ class PrunedKVCache(_BaseCache):
             mx.zeros((B, more), mx.float32),
         ]
         if self.keys is not None:
-            kept = [
-                self.keys[:, :, : self.kept],
-                self.values[:, :, : self.kept],
-                self.positions[:, : self.kept],
-                self.F[:, : self.kept],
-            ]
+            held = (self.keys[:, :, :used], self.values[:, :, :used])
+            held += (self.positions[:, :used], self.F[:, :used])
             grown = [
                 mx.concatenate([old, new], axis=old.ndim // 2)
-                for old, new in zip(kept, grown, strict=True)
+                for old, new in zip(held, grown, strict=True)
             ]
         self.keys, self.values, self.positions, self.F = grown
 
-    def _write_hole(self, keys, values):
+    def _write_hole(self, keys, values, positions):
         """Puts one new token per row in the slot that the last eviction left."""
         at = self.hole[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(at, keys.shape), keys, axis=2)
         self.values = mx.put_along_axis(
             self.values, mx.broadcast_to(at, values.shape), values, axis=2
         )
-        new = mx.full(self.hole.shape, self.offset, mx.int32)
-        self.positions = mx.put_along_axis(self.positions, self.hole, new, axis=1)
-        # Its F is 0 already: _evict_one cleared the slot.
+        # Its F is 0 already: whoever emptied the slot cleared it.
+        self.positions = mx.put_along_axis(self.positions, self.hole, positions, axis=1)
 
-    def _rank_F(self, F):
-        """F (B, live) with the first token and the newest out of reach of eviction."""
-        positions = self.positions[:, : F.shape[1]]
-        protected = (positions == 0) | (positions == self.offset - 1)
-        return mx.where(protected, -1.0, F)
+    def _rank(self):
+        """F with the first token, the newest and empty slots out of reach of eviction."""
+        newest = _column(self.offsets) - 1
+        protected = (self.positions <= 0) | (self.positions == newest)
+        return mx.where(protected, -1.0, self.F)
 
-    def _evict_one(self, F):
-        """Empties the slot with the largest F, the oldest of equals."""
-        rank = self._rank_F(F)
+    def _evict_one(self, evict):
+        """Empties the slot with the largest F, the oldest of equals, in rows that evict."""
+        rank = self._rank()
         largest = rank == rank.max(axis=1, keepdims=True)
-        age = mx.where(largest, self.positions, self.offset)
+        # A row that does not evict has an empty slot, whose position is the smallest.
+        age = mx.where((evict == 0) | largest, self.positions, _column(self.offsets))
         self.hole = mx.argmin(age, axis=1, keepdims=True).astype(mx.int32)
         empty = mx.full(self.hole.shape, -1, mx.int32)
         self.positions = mx.put_along_axis(self.positions, self.hole, empty, axis=1)
-        self.F = mx.put_along_axis(F, self.hole, mx.zeros(self.hole.shape), axis=1)
+        self.F = mx.put_along_axis(self.F, self.hole, mx.zeros(self.hole.shape), axis=1)
 
-    def _evict_many(self, F, evict):
-        """Keeps the budget's worth of keys, in order of position, and one empty slot."""
-        live = F.shape[1]
-        self.F = F
-        order = self._slots_by_position(live)
-        rank = mx.take_along_axis(self._rank_F(F), order, axis=1)
-        limit = mx.sort(rank, axis=1)[:, live - evict, None]
-        above, equal = rank > limit, rank == limit
-        # Of the keys at the limit, the oldest go.
+    def _evict_many(self, evict):
+        """Keeps each row's share, in order of position, and one empty slot behind it."""
+        live, width = self.F.shape[1], max(self.kept) + 1
+        order = self._slots_by_position()
+        rank = mx.take_along_axis(self._rank(), order, axis=1)
+        last = mx.take_along_axis(mx.sort(rank, axis=1), mx.minimum(live - evict, live - 1), axis=1)
+        last = mx.where(evict == 0, mx.inf, last)
+        above, equal = rank > last, rank == last
+        # Of the keys that share the last F to go, the oldest go.
         room = evict - above.sum(axis=1, keepdims=True)
         gone = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=1) <= room))
         index = mx.arange(live)
-        first = mx.argsort(mx.where(gone, live + index, index), axis=1)[:, : self.budget + 1]
+        first = mx.argsort(mx.where(gone, live + index, index), axis=1)[:, :width]
         self._take(mx.take_along_axis(order, first, axis=1))
-        self.hole = mx.full((F.shape[0], 1), self.budget, mx.int32)
-        self.positions[:, self.budget :] = -1
-        self.F[:, self.budget :] = 0.0
+        held = mx.arange(width) < _column(self.kept)
+        self.positions = mx.where(held, self.positions, -1)
+        self.F = mx.where(held, self.F, 0.0)
+        self.hole = mx.full((len(self.kept), 1), width - 1, mx.int32)
 
-    def _slots_by_position(self, count):
-        """(B, count): slots in order of position, empty ones last."""
-        order = mx.where(self.positions < 0, self.offset, self.positions)
-        return mx.argsort(order, axis=1)[:, :count]
+    def _slots_by_position(self):
+        """(B, slots): slots in order of position, empty ones last."""
+        return mx.argsort(
+            mx.where(self.positions < 0, _column(self.offsets), self.positions), axis=1
+        )
 
     def _take(self, slots):
         """Keeps only the given slots (B, count), and frees the others."""
@@ -183,8 +201,8 @@ class PrunedKVCache(_BaseCache):
         return None
 
     def size(self) -> int:
-        """Number of keys kept in each row."""
-        return self.kept
+        """Number of keys kept, in the row that keeps most."""
+        return max(self.kept, default=0)
 
     def empty(self) -> bool:
         return self.keys is None
@@ -197,22 +215,24 @@ class PrunedKVCache(_BaseCache):
 
     @property
     def state(self):
-        return (
-            self.keys, self.values, self.positions, self.F, self.hole,
-            self.offset, self.kept, self.budget,
-        )  # fmt: skip
+        counts = [mx.array([*zip(self.offsets, self.kept, strict=True)]) if self.offsets else None]
+        return (self.keys, self.values, self.positions, self.F, self.hole, *counts, self.budget)
 
     @state.setter
     def state(self, state):
-        (
-            self.keys, self.values, self.positions, self.F, self.hole,
-            self.offset, self.kept, self.budget,
-        ) = state  # fmt: skip
+        self.keys, self.values, self.positions, self.F, self.hole, counts, self.budget = state
+        rows = [] if counts is None else counts.tolist()
+        self.offsets, self.kept = ([row[i] for row in rows] for i in range(2))
         self._live = 0
 
     def is_trimmable(self) -> bool:
         """False: F cannot be taken back, and evicted keys are gone."""
         return False
+
+
+def _column(rows: list[int]) -> mx.array:
+    """One number a row, as (B, 1) int32."""
+    return mx.array(rows, mx.int32)[:, None]
 
 
 # load_prompt_cache looks classes up by name among mlx-lm's own.

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Loads the model and talks until the input ends."""
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
     accept_all_text()
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  gives input() line editing and history
     model, tokenizer = load(args.model, args.budget, adapter_path=args.adapter_path)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..generation.options import render_chat
+from ..errors import UserError
+from ..generation.chat_template import render_chat
 
 #: Stand-ins for messages, to find their places in what a template renders.
 _ANSWER, _QUESTION = "ANSWERSTANDSHERE", "QUESTIONSTANDSHERE"
@@ -75,6 +76,8 @@ class Conversation:
             {"role": "user", "content": text},
         ]
         rendered = render_chat(self.tokenizer, messages, tokenize=False)
+        if _ANSWER not in rendered:
+            raise UserError("the chat template changes answers; a second turn cannot follow.")
         return rendered.split(_ANSWER, 1)[1]
 
     def _find_end(self, tokens):

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 
+from ..errors import UserError
 from ..output import safe_text
 from .interrupts import InterruptFlag
 from .session import ChatSession
@@ -52,6 +53,10 @@ class Chat:
                 if not self.interactive:
                     raise
                 self._tell("\n(/exit or Ctrl-D leaves)")
+            except UserError as error:
+                if not self.interactive:
+                    raise
+                self._tell(f"({error})")
         if self.interactive:
             print()
 

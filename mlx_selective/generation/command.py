@@ -7,11 +7,11 @@ import sys
 from ..cache import account, make_prompt_cache
 from ..errors import UserError
 from ..loading import load
+from .chat_template import chat_prompt
 from .options import (
     accept_all_text,
     add_model_arguments,
     add_sampling_arguments,
-    chat_prompt,
     sampler_from,
     unicode_text,
 )

@@ -3,18 +3,16 @@
 import argparse
 import io
 import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from jinja2 import TemplateError
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..builtin import BUILTIN_MODEL
-from ..errors import UserError
 from .stream import PREFILL_STEP_SIZE
 
 
@@ -42,6 +40,8 @@ def unicode_text(text: str) -> str:
 
 def accept_all_text() -> None:
     """Characters that the input or the output cannot have are replaced, never an error."""
+    if sys.stdin is None:  # closed, as in `<&-`: nothing to read
+        sys.stdin = open(os.devnull)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -101,28 +101,3 @@ def sampler_from(args: argparse.Namespace, model: nn.Module) -> Callable[[mx.arr
     # mlx-lm refuses a top-k that leaves nothing out.
     top_k = args.top_k if args.top_k < getattr(model.args, "vocab_size", math.inf) else 0
     return make_sampler(args.temp, args.top_p, args.min_p, top_k=top_k)
-
-
-def render_chat(
-    tokenizer: TokenizerWrapper, messages: list[dict[str, str]], **options: Any
-) -> str | list[int]:
-    """Messages through the chat template, up to where the next answer begins.
-
-    Raises:
-        UserError: if the template refuses the messages; some refuse a system prompt.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    except TemplateError as error:
-        raise UserError(f"the model's chat template refuses the messages: {error}") from None
-
-
-def chat_prompt(
-    tokenizer: TokenizerWrapper, text: str, system_prompt: str | None
-) -> str | list[int]:
-    """The prompt for one user message: through the chat template if there is one."""
-    if not tokenizer.has_chat_template:
-        return text
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": text})
-    return render_chat(tokenizer, messages)

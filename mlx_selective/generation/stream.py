@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..cache import account, make_prompt_cache
@@ -39,7 +40,8 @@ def stream_generate(
         budget: keys that each layer keeps, instead of the model's own budget.
         prompt_cache: caches to continue from, updated in place; not together with a budget.
         prefill_step_size: tokens of the prompt that are read at once.
-        kwargs: passed on (``sampler``, ``logits_processors``, ``draft_model`` and so on).
+        kwargs: passed on (``sampler``, ``logits_processors`` and so on). A ``draft_model`` needs
+            caches that can be trimmed, which pruned ones cannot.
 
     Yields:
         mlx-lm's GenerationResponse.
@@ -47,7 +49,7 @@ def stream_generate(
     Raises:
         UserError: if both a budget and a prompt_cache are given, or the model has no budget.
     """
-    prompt_cache = _cache_for(model, budget, prompt_cache)
+    prompt_cache = _cache_for(model, budget, prompt_cache, kwargs)
     yield from mlx_lm.stream_generate(
         model,
         tokenizer,
@@ -78,7 +80,7 @@ def generate(
     Returns:
         The generated text.
     """
-    prompt_cache = _cache_for(model, budget, prompt_cache)
+    prompt_cache = _cache_for(model, budget, prompt_cache, kwargs)
     if verbose:
         print("=" * 10)
     text, response = "", None
@@ -98,9 +100,16 @@ def generate(
     return text
 
 
-def _cache_for(model, budget, prompt_cache):
-    if prompt_cache is None:
-        return make_prompt_cache(model, budget)
+def _cache_for(model, budget, prompt_cache, options):
+    """The caches to use: those given, or fresh ones (with a draft model's behind them)."""
+    if prompt_cache is not None:
+        if budget is not None:
+            raise UserError("give a budget or a prompt_cache; a cache has its budget already.")
+        return prompt_cache
     if budget is not None:
-        raise UserError("give a budget or a prompt_cache; a cache has its budget already.")
+        prompt_cache = make_prompt_cache(model, budget)
+    else:
+        prompt_cache = mlx_lm_cache.make_prompt_cache(model, options.get("max_kv_size"))
+    if options.get("draft_model") is not None:
+        prompt_cache = prompt_cache + mlx_lm_cache.make_prompt_cache(options["draft_model"])
     return prompt_cache

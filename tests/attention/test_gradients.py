@@ -1,10 +1,12 @@
 """Gradients of every argument against finite differences of the float64 oracle."""
 
+import shutil
+
 import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from methods import error, random_qkv, temperatures
+from methods import error, float64, random_qkv, temperatures
 
 from mlx_selective import selective_attention, ssa_attention, stick_breaking_attention
 
@@ -97,12 +99,39 @@ def test_stick_breaking(attend_current, block_size):
     )
 
 
-def test_ssa():
+@pytest.mark.parametrize("block_size", [64, 3], ids=["one block", "recomputed blocks"])
+def test_ssa(block_size):
     (q, k, v), truths = random_qkv(4, B=1, H=2, Hkv=1, T=7, D=4)
     tau_q, tau_v = temperatures((1, 2, 7)), temperatures((1, 1, 7), 6)
     check(
-        lambda *args: (ssa_attention(*args, scale=SCALE),),
+        lambda *args: (ssa_attention(*args, scale=SCALE, block_size=block_size),),
         lambda *args: (oracle.ssa(*args, SCALE),),
         [q, k, v, mx.array(tau_q), mx.array(tau_v)],
         [*truths, tau_q.astype(np.float64), tau_v.astype(np.float64)],
     )
+
+
+@pytest.mark.parametrize("name", ["selective", "stick_breaking", "ssa"])
+def test_compiled_steps_have_the_same_gradients(name):
+    """mlx-lm's trainer compiles its step; several blocks at once."""
+    if mx.default_device() == mx.cpu and shutil.which("g++") is None:
+        pytest.skip("MLX compiles with g++ on the CPU")
+    functions = {
+        "selective": lambda q, k, v: selective_attention(q, k, v, scale=SCALE, block_size=8),
+        "stick_breaking": lambda q, k, v: stick_breaking_attention(
+            q, k, v, scale=SCALE, block_size=8
+        )[0],
+        "ssa": lambda q, k, v: ssa_attention(q, k, v, None, None, scale=SCALE, block_size=8),
+    }
+    arrays, _ = random_qkv(6, B=1, T=30)
+    step = mx.value_and_grad(lambda *qkv: (functions[name](*qkv) ** 2).sum(), argnums=(0, 1, 2))
+    loss, gradients = step(*arrays)
+    mx.enable_compile()
+    try:
+        compiled_loss, compiled = mx.compile(step)(*arrays)
+        mx.eval(compiled_loss, compiled)
+    finally:
+        mx.disable_compile()
+    assert abs(loss.item() - compiled_loss.item()) < 1e-5 * abs(loss.item())
+    for one, other in zip(gradients, compiled, strict=True):
+        assert error(other, float64(one)) < 1e-5

@@ -149,3 +149,36 @@ def test_F_of_a_wrong_shape_is_told():
     (q, k, v), _ = random_qkv(0, T=5)
     with pytest.raises(ValueError, match=r"F must be \(2, 5\)"):
         selective_attention(q, k, v, scale=1.0, F=mx.zeros((2, 4)))
+
+
+def test_left_padding_is_negative_positions():
+    """Pads are seen by nobody and select nothing; the first real token is the protected one."""
+    (q, k, v), _ = random_qkv(5, B=2, T=9)
+    pads = mx.array([0, 4])
+    positions = mx.arange(9)[None] - pads[:, None]
+    both, F = selective_attention(
+        q, k, v, scale=0.4, query_offset=-pads, key_positions=positions, return_F=True
+    )
+    for row, n in enumerate([0, 4]):
+        one = slice(row, row + 1)
+        alone, F_alone = selective_attention(
+            q[one, :, n:], k[one, :, n:], v[one, :, n:], scale=0.4, return_F=True
+        )
+        assert error(both[one, :, n:], float64(alone)) < 1e-6
+        assert (both[one, :, :n] == 0).all()
+        assert np.allclose(np.array(F)[one, n:], np.array(F_alone), atol=1e-6)
+        assert (F[one, :n] == 0).all()
+
+
+def test_padding_has_no_gradient():
+    (q, k, v), _ = random_qkv(5, B=1, T=6)
+
+    def loss(q, k, v):
+        positions = mx.arange(6)[None] - 2
+        out = selective_attention(q, k, v, scale=0.4, query_offset=-2, key_positions=positions)
+        return (out**2).sum()
+
+    for gradient in mx.grad(loss, argnums=(0, 1, 2))(q, k, v):
+        assert mx.isfinite(gradient).all()
+        assert (gradient[:, :, :2] == 0).all()
+        assert (gradient[:, :, 2:] != 0).any()

@@ -71,6 +71,13 @@ def test_fresh_temperatures_are_exactly_one(form, token_aware):
     assert mx.all(tau == 1).item()
 
 
+def test_fresh_temperatures_can_be_trained():
+    """Small as the gradient is, an optimiser that scales by it can move alpha."""
+    fresh = Temperature(2, 8, SSA())
+    gradient = mx.grad(lambda alpha: position_temperature(mx.array([100]), alpha).sum())
+    assert mx.all(gradient(fresh.alpha) > 1e-9).item()
+
+
 def test_count_may_differ_by_row():
     alpha = mx.array([0.3])
     both = position_temperature(mx.array([[1, 2], [8, 9]]), alpha)

@@ -69,3 +69,23 @@ def test_saturated_logits_are_rightmost_hard_attention():
     output, remainder = stick_breaking_attention(q, k, v, scale=100.0)
     assert np.allclose(np.array(output[:, :, 1:]), np.array(v[:, :, :-1]), atol=1e-6)
     assert np.allclose(np.array(remainder[:, :, 1:]), 0)
+
+
+@both_forms
+@pytest.mark.parametrize("block_size", [64, 3])
+def test_masked_keys_break_nothing_off(attend_current, block_size):
+    """Left padding by row: the rest is as if the pads were not there, remainder included."""
+    (q, k, v), _ = random_qkv(5, B=2, T=9)
+    pads = [0, 4]
+    mask = (mx.arange(9)[None] >= mx.array(pads)[:, None])[:, None, None]
+    options = {"scale": 0.4, "attend_current": attend_current, "block_size": block_size}
+    both, rest = stick_breaking_attention(q, k, v, mask=mask, **options)
+    for row, n in enumerate(pads):
+        one = slice(row, row + 1)
+        alone, rest_alone = stick_breaking_attention(
+            q[one, :, n:], k[one, :, n:], v[one, :, n:], **options
+        )
+        assert np.allclose(np.array(both[one, :, n:]), np.array(alone), atol=1e-6)
+        assert np.allclose(np.array(rest[one, :, n:]), np.array(rest_alone), atol=1e-6)
+        assert (both[one, :, :n] == 0).all()
+        assert (rest[one, :, :n] == 1).all()

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import error, float64, random_qkv
-from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    QuantizedKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+)
 
 from mlx_selective import PrunedKVCache, account, selective_attention
 
@@ -17,10 +23,14 @@ SCALE = 0.6
 few_examples = settings(max_examples=25, deadline=None)
 
 
-def run(cache, q, k, v, chunks):
-    """Feeds a sequence in chunks, as a layer does; returns all outputs."""
-    outputs, start = [], cache.offset
+def run(cache, q, k, v, chunks, fed=None):
+    """Feeds a sequence in chunks, as a layer does; returns all outputs.
+
+    ``fed`` is where in q, k and v the next tokens stand; by default at the cache's offset.
+    """
+    outputs, start = [], cache.offset if fed is None else fed
     for chunk in chunks:
+        offset = cache.offset
         part = slice(start, start + chunk)
         keys, values = cache.update_and_fetch(k[:, :, part], v[:, :, part])
         output, F = selective_attention(
@@ -28,7 +38,7 @@ def run(cache, q, k, v, chunks):
             keys,
             values,
             scale=SCALE,
-            query_offset=start,
+            query_offset=offset,
             key_positions=cache.live_positions,
             F=cache.live_F,
             return_F=True,
@@ -134,6 +144,84 @@ def test_rows_prune_independently():
     assert len(rows) == 3, "the rows of this test should keep different keys"
 
 
+def stack(caches, budget):
+    """One cache whose rows are given caches of one sequence each, at different places."""
+    width = budget + 1
+    parts = {name: [] for name in ("keys", "values", "positions", "F", "hole")}
+    for cache in caches:
+        room = [(0, 0)] * 3
+        used = min(cache.keys.shape[2], width)
+        room[2] = (0, width - used)
+        parts["keys"].append(mx.pad(cache.keys[:, :, :used], [*room, (0, 0)]))
+        parts["values"].append(mx.pad(cache.values[:, :, :used], [*room, (0, 0)]))
+        parts["positions"].append(
+            mx.pad(cache.positions[:, :used], room[1:], constant_values=mx.array(-1))
+        )
+        parts["F"].append(mx.pad(cache.F[:, :used], room[1:]))
+        parts["hole"].append(mx.argmin(parts["positions"][-1], axis=1, keepdims=True))
+    counts = mx.array([[cache.offsets[0], cache.kept[0]] for cache in caches])
+    arrays = [mx.concatenate(part, axis=0) for part in parts.values()]
+    return PrunedKVCache.from_state((*arrays, counts, budget))
+
+
+@few_examples
+@given(
+    seed=st.integers(0, 999),
+    lengths=st.lists(st.integers(2, 20), min_size=2, max_size=3),
+    chunks=st.lists(st.sampled_from([1, 1, 1, 2, 6]), min_size=1, max_size=12),
+)
+def test_rows_at_different_offsets_go_on_as_alone(seed, lengths, chunks):
+    """Each row has its own offset, kept keys and empty slot; only slots are shared."""
+    budget = 6
+    (q, k, v), _ = random_qkv(seed, B=len(lengths), T=max(lengths) + sum(chunks))
+    begun, alone, expected = [], [], []
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        cache = PrunedKVCache(budget)
+        run(cache, q[one], k[one], v[one], [length])
+        begun.append(copy.deepcopy(cache))
+        expected.append(run(cache, q[one], k[one], v[one], chunks))
+        alone.append(cache)
+    together = stack(begun, budget)
+    # each row's own next tokens, side by side
+    q, k, v = (
+        mx.stack([a[row, :, n : n + sum(chunks)] for row, n in enumerate(lengths)])
+        for a in (q, k, v)
+    )
+    output = run(together, q, k, v, chunks, fed=0)
+    for row, cache in enumerate(alone):
+        assert error(output[row : row + 1], float64(expected[row])) < 1e-5
+        held = [position for position in np.array(together.positions)[row] if position >= 0]
+        assert sorted(held) == kept(cache)[0][0].tolist()
+        assert together.offsets[row] == lengths[row] + sum(chunks)
+        assert together.kept[row] == cache.size() == len(held)
+
+
+def test_a_call_that_was_not_ended_is_told():
+    (q, k, v), _ = random_qkv(0, T=4)
+    cache = PrunedKVCache(8)
+    cache.update_and_fetch(k, v)
+    with pytest.raises(RuntimeError, match="prune"):
+        cache.update_and_fetch(k, v)
+
+
+@pytest.mark.parametrize("later", [3, 7, 20, None])
+def test_the_budget_of_a_running_cache_may_change(later):
+    """What was evicted stays away; from then on the new budget holds."""
+    (q, k, v), _ = random_qkv(4, T=40)
+    cache = PrunedKVCache(5)
+    run(cache, q, k, v, [10, 1, 1])
+    cache.budget = later
+    for step, chunk in enumerate([1, 1, 1, 6, 1, 1]):
+        before = cache.size()
+        run(cache, q, k, v, [chunk])
+        assert cache.size() == min(before + chunk, later or 40), step
+        positions = kept(cache)[0]
+        assert positions.shape == (2, cache.size())
+        assert (positions[:, 0] == 0).all() and (positions[:, -1] == cache.offset - 1).all()
+        assert all(len(set(row)) == cache.size() for row in positions)
+
+
 def test_memory_is_freed():
     (q, k, v), _ = random_qkv(1, B=1, H=2, Hkv=2, T=1200, D=32)
     cache = PrunedKVCache(64)
@@ -212,3 +300,14 @@ def test_account_counts_bytes():
         "full_bytes": 0,
     }
     assert float64(caches[0].F).shape == (1, 33)
+
+
+def test_account_of_caches_of_other_kinds():
+    """Quantised keys and states that do not grow are counted as they are."""
+    _, k, v = random_qkv(3, B=1, H=2, Hkv=2, T=40, D=64)[0]
+    quantised, state = QuantizedKVCache(group_size=64, bits=8), ArraysCache(2)
+    quantised.update_and_fetch(k, v)
+    state[0] = state[1] = mx.zeros((1, 8))
+    held = account([quantised, state])
+    assert held.bytes == held.full_bytes == quantised.nbytes + state.nbytes > 0
+    assert (held.tokens, held.kept) == (40, [40, 0])

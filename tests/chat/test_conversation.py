@@ -173,6 +173,13 @@ def test_a_template_that_ends_questions_but_not_answers(ended):
     assert conversation.tokenizer.decode(tokens) == "\nuser: second</s>"
 
 
+def test_a_template_that_changes_answers_is_told():
+    conversation = Conversation(byte_tokenizer(BARE.replace("m.content", "m.content|lower")))
+    conversation.add_turn("Hi!", "Hello.", True)
+    with pytest.raises(UserError, match="changes answers"):
+        conversation.tokens_for("Bye.")
+
+
 def test_without_a_template_the_texts_follow_one_another():
     tokenizer = byte_tokenizer(None)
     conversation = Conversation(tokenizer, "Be brief.")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import selectors
+import shlex
 import shutil
 import signal
 import subprocess
@@ -143,6 +144,12 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
     assert process.returncode == 141
 
 
+def test_a_closed_input_is_an_empty_one():
+    command = f"{shlex.quote(COMMAND)} chat <&-"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
 def test_an_interrupt_ends_a_piped_chat():
     process = start("chat", *ENDLESS)
     process.stdin.write(b"Hello\n")
@@ -150,7 +157,7 @@ def test_an_interrupt_ends_a_piped_chat():
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
 
-    assert finish(process).strip() == "mlx-selective chat: interrupted; nothing half-written."
+    assert finish(process).strip() == "mlx-selective chat: interrupted."
     assert process.returncode == 130
 
 
@@ -165,7 +172,7 @@ def test_an_interrupt_while_it_loads_gives_no_traceback(imported):
 
     lines = finish(process).splitlines()
     said = [line for line in lines if line and not line.startswith("import time:")]
-    assert said == ["mlx-selective chat: interrupted; nothing half-written."]
+    assert said == ["mlx-selective chat: interrupted."]
     assert process.returncode == 130
 
 

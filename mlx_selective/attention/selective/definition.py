@@ -6,7 +6,7 @@ Leviathan, Kalman, Matias: Selective Attention Improves Transformer, arXiv 2410.
 import mlx.core as mx
 
 from ..blocks import QUERY_BLOCK, scan_queries
-from ..heads import check_heads, head_logits, weigh_values
+from ..heads import check_heads, head_logits, masked_softmax, weigh_values
 
 
 def selective_attention(
@@ -40,8 +40,10 @@ def selective_attention(
         v: (B, Hkv, N, Dv).
         scale: multiplies the logits, usually D ** -0.5.
         query_offset: position of the first query, an int or (B,); default N - T.
-        key_positions: (B, N) or (N,) int32, the position of each key, -1 for an empty slot;
-            default 0 .. N - 1. A query sees the keys whose position is not beyond its own.
+        key_positions: (B, N) or (N,) int32, the position of each key; default 0 .. N - 1. A
+            query sees the keys whose position is not beyond its own. Slots with a negative
+            position are empty or padding (their content must be finite): nobody sees them, and
+            a query at a negative position gets an output of 0 and selects nothing.
         F: (B, N) float32, what queries before these have accumulated; default zeros.
         return_F: also return F after these queries.
         block_size: queries per block.
@@ -73,7 +75,9 @@ def selective_attention(
     def block(F, q, k, v, start):
         own = first_query + mx.arange(start, start + q.shape[2])
         output, added = _attend(q, k, v, F[:, : k.shape[2]], own, key_positions[:, : k.shape[2]])
-        return [F + mx.pad(added, ((0, 0), (0, N - k.shape[2]))), output]
+        if k.shape[2] < N:
+            added = mx.pad(added, ((0, 0), (0, N - k.shape[2])))
+        return [F + added, output]
 
     scaled = q.astype(mx.float32) * scale
     k, v = k.astype(mx.float32), v.astype(mx.float32)
@@ -92,5 +96,5 @@ def _attend(q, k, v, F, positions, key_positions):
     S = mx.where(selectable, mx.maximum(z[:, 0], 0), 0)
     # Exclusive over queries: what a query selects counts for later ones only.
     F_rows = F[:, None] + mx.cumsum(S, axis=1, inclusive=False)
-    z = mx.where(visible[:, None], z - F_rows[:, None], -mx.inf)
-    return weigh_values(mx.softmax(z, axis=-1), v), S.sum(axis=1)
+    weights = masked_softmax(z - F_rows[:, None], visible[:, None])
+    return weigh_values(weights, v), S.sum(axis=1)

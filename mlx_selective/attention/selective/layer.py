@@ -63,6 +63,9 @@ class Selective(AttentionMethod):
         for budget in self.budget if isinstance(self.budget, list) else [self.budget]:
             check_budget(budget)
 
+    def with_budget(self, budget):
+        return replace(self, budget=budget)
+
     def for_layer(self, layer, layers):
         if not isinstance(self.budget, list):
             return self

@@ -15,7 +15,8 @@ from .definition import (
     token_temperature,
 )
 
-#: sigmoid(-20) * ln n vanishes beside 1 in float32: a fresh temperature changes nothing.
+#: sigmoid(-20) * ln n vanishes beside 1 in float32: a fresh temperature changes nothing, yet
+#: has a gradient (of the order 1e-9: an optimiser that scales by it, such as Adam, moves it).
 FRESH_ALPHA = -20.0
 #: exp(-exp(3)) is 2e-9, the same for the released form.
 FRESH_BETA = 3.0
@@ -62,6 +63,8 @@ class SSACall(LayerCall):
     def __init__(self, method, attention, x, cache):
         super().__init__(method, attention, x, cache)
         count = mx.array(self.offset)[..., None] + mx.arange(1, x.shape[1] + 1)
+        # Left padding stands at negative positions; any finite temperature will do there.
+        count = mx.maximum(count, 1)
         self.query_temperature = attention.query_temperature(x, count) if method.query else None
         self.value_temperature = attention.value_temperature(x, count) if method.value else None
 

@@ -16,7 +16,7 @@ def stick_breaking_attention(
     *,
     scale: float,
     attend_current: bool = False,
-    query_offset: int | None = None,
+    mask: mx.array | None = None,
     block_size: int = QUERY_BLOCK,
 ) -> tuple[mx.array, mx.array]:
     """Attention in which each query breaks a stick, from the newest key backwards.
@@ -34,12 +34,12 @@ def stick_breaking_attention(
     Args:
         q: (B, H, T, D), float32, float16 or bfloat16.
         k: (B, Hkv, N, D), oldest first, N >= T, H a multiple of Hkv. The queries' own keys
-            are among them (attended to or not).
+            are among them (attended to or not): the last T.
         v: (B, Hkv, N, Dv).
         scale: multiplies the logits, usually D ** -0.5.
         attend_current: whether a query's own key takes the first share.
-        query_offset: index of the first query's own key; default N - T, which is right for
-            cached decoding and for chunks of a prompt.
+        mask: bool, broadcastable to (B, H, T, N); False takes keys away, such as padding, which
+            then breaks nothing off the stick. Causality holds in any case.
         block_size: queries per block.
 
     Returns:
@@ -54,14 +54,18 @@ def stick_breaking_attention(
         ValueError: if shapes do not belong together.
     """
     check_heads(q, k, v)
-    if query_offset is None:
-        query_offset = k.shape[2] - q.shape[2]
+    first_own = k.shape[2] - q.shape[2]
 
     def block(carry, q, k, v, start):
-        own = query_offset + mx.arange(start, start + q.shape[2])[:, None]
-        key = mx.arange(k.shape[2])
-        return [carry, *_attend(q, k, v, key <= own if attend_current else key < own)]
+        end, reach = start + q.shape[2], k.shape[2]
+        own = first_own + mx.arange(start, end)[:, None]
+        key = mx.arange(reach)
+        visible = key <= own if attend_current else key < own
+        if mask is not None:
+            visible = visible & mx.broadcast_to(mask, full)[:, :, start:end, :reach]
+        return [carry, *_attend(q, k, v, visible)]
 
+    full = (*q.shape[:3], k.shape[2])
     scaled = q.astype(mx.float32) * scale
     k, v = k.astype(mx.float32), v.astype(mx.float32)
     # Every query breaks a fresh stick: a block hands nothing to the next.

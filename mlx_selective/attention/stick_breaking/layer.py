@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UserError
@@ -20,8 +21,16 @@ class StickBreakingCall(LayerCall):
     """Every query breaks a fresh stick, so the state is a plain KV cache."""
 
     def attend(self, queries, keys, values, scale):
+        if hasattr(self.cache, "bits"):
+            raise UserError("stick_breaking does not read a quantised KV cache; leave out kv_bits.")
         output, _ = stick_breaking_attention(
-            queries, keys, values, scale=scale, attend_current=self.method.attend_current
+            queries,
+            keys,
+            values,
+            scale=scale,
+            attend_current=self.method.attend_current,
+            # Not an array: plain causality, which the method sees to itself.
+            mask=self.mask if isinstance(self.mask, mx.array) else None,
         )
         return output
 
