@@ -3,6 +3,10 @@
 
 import sys
 
-from mlx_selective.cli import main
+try:
+    from mlx_selective.cli import main
+except ModuleNotFoundError as error:
+    print(f"{error.name} is not installed; in a clone: pip install . (README.md)", file=sys.stderr)
+    sys.exit(2)
 
 sys.exit(main(["chat", *sys.argv[1:]]))

@@ -40,6 +40,8 @@ def write_tokenizer(source: Path, target: Path) -> None:
         return
     if not (source / "tokenizer.model").is_file():
         raise UserError(f"{source}: no tokenizer (tokenizer.json or tokenizer.model).")
+    # Beside its translation it would only invite transformers to read it in its own way.
+    (target / "tokenizer.model").unlink()
     try:
         write_fast_tokenizer(source / "tokenizer.model", config, target)
     except UserError:

@@ -3,8 +3,11 @@
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from .errors import UserError
 from .output import safe_text
@@ -45,11 +48,13 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code (2: user's mistake, 130: Ctrl-C, 141: reader gone)."""
+    _open_closed_streams()
     try:
-        try:
-            return _run(list(sys.argv[1:] if arguments is None else arguments))
-        finally:
-            sys.stdout.flush()
+        with _orderly_end():
+            try:
+                return _run(list(sys.argv[1:] if arguments is None else arguments))
+            finally:
+                sys.stdout.flush()
     except OSError as error:
         # Nobody reads on (as in `| head`), or the disk is full: Python would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,6 +62,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 141
         print(f"mlx-selective: error: the output cannot be written ({error}).", file=sys.stderr)
         return 2
+
+
+def _open_closed_streams() -> None:
+    """A stream that the caller closed (as in `<&-`) is None; here it is an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as an exception does: what was begun is taken back."""
+
+    def end(number, frame):
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {getattr(signal, name): signal.signal(getattr(signal, name), end) for name in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(arguments: list[str]) -> int:

@@ -75,4 +75,11 @@ def Model(args: ModelArgs) -> nn.Module:
             f"({type(error).__name__}: {error})."
         ) from error
     correct_family(model, args.config)
-    return graft(model, args.attention)
+    graft(model, args.attention)
+    for _, module in model.named_modules():
+        if isinstance(module, nn.RoPE) and module.dims % 2:
+            raise UserError(
+                f"config.json: {module.dims} rotated dimensions of a head; RoPE turns pairs, so "
+                "the head size (times rotary_pct) must be even."
+            )
+    return model

@@ -208,6 +208,8 @@ def sliding_llama():
         (lambda: stock("llama"), {"kind": "selective", "budget": 1}, "at least 2 keys"),
         (lambda: stock("llama"), {"kind": "selective", "budget": True}, "at least 2 keys"),
         (lambda: stock("llama"), {"kind": "selective", "budget": [8, "9"]}, "got '9'"),
+        (lambda: stock("llama"), {"kind": "selective", "budget": 2**31}, "got 2147483648"),
+        (lambda: stock("llama"), {"kind": "selective", "budget": 8.0}, "a layer, an int"),
         (lambda: stock("llama"), {"kind": "ssa", "query": 1}, "attention.query must be true"),
         (lambda: stock("llama"), {"kind": "ssa", "position_form": "g"}, "alpha, beta, got 'g'"),
         (lambda: stock("llama"), {"kind": "stick_breaking", "attend_current": 0}, "true or false"),
@@ -291,3 +293,10 @@ def test_temperatures_stay_float32_when_mlx_lm_casts():
     model = grafted("llama", {"kind": "ssa"})
     assert model.cast_predicate("model.layers.0.self_attn.q_proj.weight")
     assert not model.cast_predicate("model.layers.0.self_attn.query_temperature.alpha")
+
+
+def test_a_head_size_that_cannot_be_rotated_is_told():
+    with pytest.raises(UserError, match="15 rotated dimensions"):
+        grafted("llama", {"kind": "selective"}, head_dim=15)
+    ids = tokens(1, 5)
+    assert grafted("llama", {"kind": "stick_breaking"}, head_dim=15)(ids).shape == (1, 5, 97)

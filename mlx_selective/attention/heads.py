@@ -7,8 +7,10 @@ def check_heads(q: mx.array, k: mx.array, v: mx.array) -> None:
     """Checks that q (B, H, T, D), k (B, Hkv, N, D) and v (B, Hkv, N, Dv) belong together.
 
     Raises:
-        ValueError: naming the array and the sizes that do not fit.
+        ValueError: naming the arrays and what does not fit.
     """
+    if not all(mx.issubdtype(array.dtype, mx.floating) for array in (q, k, v)):
+        raise ValueError(f"q, k and v must be floating, got {q.dtype}, {k.dtype} and {v.dtype}.")
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(
             f"q, k and v need four axes (batch, heads, length, head size); "

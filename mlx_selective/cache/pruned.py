@@ -58,10 +58,13 @@ class PrunedKVCache(_BaseCache):
 
         Raises:
             RuntimeError: if the call before was not ended by :meth:`prune`.
+            ValueError: if the rows are not as many as before.
         """
         if self._live:
             raise RuntimeError("prune(F) must follow each update_and_fetch.")
         B, _, T, _ = keys.shape
+        if self.offsets and len(self.offsets) != B:
+            raise ValueError(f"this cache holds {len(self.offsets)} rows, the call has {B}.")
         if not self.offsets:
             self.offsets, self.kept = [0] * B, [0] * B
         new = _column(self.offsets) + mx.arange(T)

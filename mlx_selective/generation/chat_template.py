@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import UserError
+from ..files import one_line
 
 
 def render_chat(
@@ -18,8 +18,10 @@ def render_chat(
     """
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    except TemplateError as error:
-        raise UserError(f"the model's chat template refuses the messages: {error}") from None
+    except Exception as error:  # a template is a program, and may fail in any way
+        raise UserError(
+            f"the model's chat template refuses the messages: {one_line(error)}"
+        ) from None
 
 
 def chat_prompt(

@@ -3,7 +3,6 @@
 import argparse
 import io
 import math
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,8 +39,6 @@ def unicode_text(text: str) -> str:
 
 def accept_all_text() -> None:
     """Characters that the input or the output cannot have are replaced, never an error."""
-    if sys.stdin is None:  # closed, as in `<&-`: nothing to read
-        sys.stdin = open(os.devnull)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -15,8 +15,9 @@ from ..errors import UserError
 from ..output import safe_text
 
 #: Prompts are read in chunks of this many tokens: memory during the prompt grows with it, and
-#: so do the keys that the queries of a chunk see beyond the budget.
-PREFILL_STEP_SIZE = 512
+#: so do the keys that the queries of a chunk see beyond the budget. Ctrl-C waits for the end of
+#: a chunk, which on a CPU takes long.
+PREFILL_STEP_SIZE = 128 if mx.default_device() == mx.cpu else 512
 
 
 def stream_generate(

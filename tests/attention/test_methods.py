@@ -103,6 +103,13 @@ def test_wrong_shapes_are_told(function, shapes, words):
         function(*(mx.zeros(shape) for shape in shapes))
 
 
+@cases
+def test_integers_are_told(case):
+    q = mx.zeros((1, 1, 3, 4), mx.int32)
+    with pytest.raises(ValueError, match="must be floating"):
+        case.run(q, q, q, 1.0)
+
+
 def test_oracle_is_plain_attention_where_it_should_be():
     """The oracle itself: the three reductions that need no second implementation."""
     _, (q, k, v) = random_qkv(8, H=2, Hkv=1, T=9, D=8)

@@ -205,6 +205,19 @@ def test_a_call_that_was_not_ended_is_told():
         cache.update_and_fetch(k, v)
 
 
+def test_a_call_with_other_rows_leaves_the_cache_as_it_was():
+    (q, k, v), _ = random_qkv(0, B=1, T=12)
+    cache = PrunedKVCache(5)
+    run(cache, q, k, v, [10])
+    before = kept(cache)
+    two = mx.concatenate([k, k], axis=0)[:, :, :1]
+    with pytest.raises(ValueError, match="holds 1 rows, the call has 2"):
+        cache.update_and_fetch(two, two)
+    assert cache.offset == 10
+    assert all((one == other).all() for one, other in zip(before, kept(cache), strict=True))
+    run(cache, q, k, v, [1, 1])
+
+
 @pytest.mark.parametrize("later", [3, 7, 20, None])
 def test_the_budget_of_a_running_cache_may_change(later):
     """What was evicted stays away; from then on the new budget holds."""

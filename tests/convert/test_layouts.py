@@ -181,7 +181,8 @@ def test_the_folder_is_whole(converted, name, tokenizer):
     folder = converted(case, tokenizer=tokenizer)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     written = {path.name for path in folder.iterdir()}
-    assert written - {"tokenizer.model"} == {
+    # tokenizer.model is translated, not kept: transformers would read it in its own way
+    assert written == {
         "config.json",
         "mlx_selective_model.py",
         "model.safetensors",
@@ -189,7 +190,6 @@ def test_the_folder_is_whole(converted, name, tokenizer):
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert ("tokenizer.model" in written) == (tokenizer == "sentencepiece")
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "mlx_selective"
     assert config["base_model_type"] == BASES[name]

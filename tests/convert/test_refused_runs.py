@@ -1,8 +1,11 @@
 """Wrong places, wrong flags, Ctrl-C and a full disk: convert ends in one line, leaving nothing."""
 
 import functools
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from damage import files, one_line, refusal
@@ -174,6 +177,24 @@ def test_ctrl_c(stopped):
     code, capfd = stopped(KeyboardInterrupt())
     assert code == 130
     assert capfd.readouterr().err.strip() == "mlx-selective convert: interrupted."
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_command_takes_back_what_was_begun(number, tmp_path, monkeypatch):
+    source = llama().save(tmp_path / "source")
+    before = files(tmp_path)
+
+    def end(folder, model, **_):
+        assert list(tmp_path.glob(".model.partial-*"))
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    monkeypatch.setattr("mlx_selective.convert.pipeline.save_model", end)
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "--hf-path", str(source), "--mlx-path", str(tmp_path / "model")])
+    assert ended.value.code == 128 + number
+    assert files(tmp_path) == before
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,24 @@ def test_what_a_template_says_cannot_steer_the_terminal(tmp_path, capsys):
     assert not set(error) & {"\x1b", "\x07"}
 
 
+@pytest.mark.parametrize("template", ["{{ 1/0 }}", "{{ messages + 1 }}"])
+def test_a_template_that_fails_is_told_in_one_line(template, tmp_path, capsys):
+    shutil.copytree(BUILTIN_MODEL, tmp_path / "model")
+    config = tmp_path / "model" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    assert main(["generate", "--model", str(tmp_path / "model"), "--prompt", "hi"]) == 2
+    error = capsys.readouterr().err
+    assert "chat template refuses the messages" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["doctor >&-", "generate --prompt hi -m 2 >&-", "--help >&-"])
+def test_a_closed_output_is_an_empty_one(line):
+    result = subprocess.run(
+        ["sh", "-c", f'"{COMMAND}" {line}'], stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_full_disk_is_told_in_one_line():
     with open("/dev/full", "w") as full:
         result = subprocess.run(

@@ -38,10 +38,10 @@ def check_budget(budget) -> None:
     """Raises UserError unless budget is None or an int of at least 2."""
     if budget is None:
         return
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < MIN_BUDGET:
+    if type(budget) is not int or not MIN_BUDGET <= budget < 2**31:
         raise UserError(
-            f"budget must be at least {MIN_BUDGET} keys a layer (the first token and the newest "
-            f"never leave), got {budget!r}."
+            f"budget must be at least {MIN_BUDGET} keys a layer, an int (the first token and the "
+            f"newest never leave), got {budget!r}."
         )
 
 

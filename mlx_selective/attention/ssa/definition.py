@@ -96,7 +96,8 @@ def ssa_attention(
     Returns:
         (B, H, T, Dv) in q's dtype.
 
-    Softmax accumulates in float32. Peak memory beside inputs and outputs: where MLX has fused
+    Temperatures multiply in float32; the rest is MLX's own attention, which on the CPU rounds
+    logits and weights to q's dtype. Peak memory beside inputs and outputs: where MLX has fused
     attention, the tempered copies of q and v; on the CPU, whose attention forms all logits of
     a block, also at most 4 L, with L = B * H * block_size * N * 4 bytes.
 
