@@ -3,10 +3,6 @@
 
 import sys
 
-try:
-    from mlx_selective.cli import main
-except ModuleNotFoundError as error:
-    print(f"{error.name} is not installed; in a clone: pip install . (README.md)", file=sys.stderr)
-    sys.exit(2)
+from mlx_selective.cli import main
 
 sys.exit(main(["chat", *sys.argv[1:]]))

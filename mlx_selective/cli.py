@@ -111,6 +111,8 @@ def _run(arguments: list[str]) -> int:
         return module.run(parser.parse_args(rest)) or 0
     except UserError as error:
         return _fail(command, str(error))
+    except ModuleNotFoundError as error:  # run from a clone that was not installed
+        return _fail(command, f"{error.name} is not installed; pip install . does it (README.md).")
     except BrokenPipeError:
         raise
     except OSError as error:

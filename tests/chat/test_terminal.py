@@ -88,6 +88,17 @@ def test_one_piped_line_is_answered_on_stdout_alone_and_soon():
     assert min(seconds) < 10
 
 
+def test_chat_py_is_the_same_command(tmp_path):
+    """From any folder; without the package it says so in one line."""
+    script = str(Path(__file__).resolve().parents[2] / "chat.py")
+    asked = {"input": "Tell me a story\n", "capture_output": True, "text": True, "cwd": tmp_path}
+    run = subprocess.run([sys.executable, script], timeout=PATIENCE, **asked)
+    assert (run.returncode, run.stdout) == (0, chat("Tell me a story\n").stdout)
+    bare = subprocess.run([sys.executable, "-S", script], timeout=PATIENCE, **asked)
+    assert bare.returncode == 2
+    assert bare.stderr.count("\n") == 1 and "is not installed" in bare.stderr
+
+
 def test_piped_lines_are_turns_and_commands_speak_on_stderr():
     lines = ["Hello", "", "   ", "What is a cat?", "/stats", "/frob \x1b[2J now", "/help", "/reset"]
     run = chat("\n".join([*lines, "Hello"]), "--max-tokens", "8", "--budget", "16")
