@@ -94,6 +94,11 @@ def _quiet_transformers() -> Iterator[None]:
 def _read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder whose weights are there and whole."""
     config = read_json(folder / "config.json")
+    if config.get("model_type") != MODEL_TYPE and config.get("model_file") is not None:
+        raise UserError(
+            f"{folder / 'config.json'}: model_file {config['model_file']!r} is code of the folder, "
+            "which is never run here; use mlx-lm with --trust-remote-code."
+        )
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise UserError(

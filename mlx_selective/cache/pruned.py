@@ -218,14 +218,22 @@ class PrunedKVCache(_BaseCache):
 
     @property
     def state(self):
-        counts = [mx.array([*zip(self.offsets, self.kept, strict=True)]) if self.offsets else None]
-        return (self.keys, self.values, self.positions, self.F, self.hole, *counts, self.budget)
+        """Everything, as arrays: what mlx-lm evaluates, saves and copies (empty for None)."""
+        arrays = (self.keys, self.values, self.positions, self.F, self.hole)
+        counts = [self.offsets, self.kept, [] if self.budget is None else [self.budget]]
+        return (
+            *(mx.zeros((0,)) if array is None else array for array in arrays),
+            *(mx.array(numbers, mx.int32) for numbers in counts),
+        )
 
     @state.setter
     def state(self, state):
-        self.keys, self.values, self.positions, self.F, self.hole, counts, self.budget = state
-        rows = [] if counts is None else counts.tolist()
-        self.offsets, self.kept = ([row[i] for row in rows] for i in range(2))
+        *arrays, offsets, kept, budget = state
+        self.keys, self.values, self.positions, self.F, self.hole = (
+            array if array.size else None for array in arrays
+        )
+        self.offsets, self.kept = offsets.tolist(), kept.tolist()
+        self.budget = budget.item() if budget.size else None
         self._live = 0
 
     def is_trimmable(self) -> bool:

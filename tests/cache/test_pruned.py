@@ -159,9 +159,12 @@ def stack(caches, budget):
         )
         parts["F"].append(mx.pad(cache.F[:, :used], room[1:]))
         parts["hole"].append(mx.argmin(parts["positions"][-1], axis=1, keepdims=True))
-    counts = mx.array([[cache.offsets[0], cache.kept[0]] for cache in caches])
-    arrays = [mx.concatenate(part, axis=0) for part in parts.values()]
-    return PrunedKVCache.from_state((*arrays, counts, budget))
+    together = PrunedKVCache(budget)
+    together.offsets = [cache.offset for cache in caches]
+    together.kept = [cache.size() for cache in caches]
+    for name, part in parts.items():
+        setattr(together, name, mx.concatenate(part, axis=0))
+    return together
 
 
 @few_examples
@@ -250,7 +253,9 @@ def test_memory_is_freed():
     mx.clear_cache()
     active = mx.get_active_memory()
     del cache
-    assert active - mx.get_active_memory() <= 2 * after_prompt
+    # a GPU's allocator hands out whole pages
+    allowed = 2 if mx.default_device() == mx.cpu else 10
+    assert active - mx.get_active_memory() <= allowed * after_prompt
 
 
 def test_grows_in_steps_until_the_budget():
