@@ -73,8 +73,7 @@ class PrunedKVCache(_BaseCache):
             self._write_hole(keys, values, new)
         else:
             if self.hole is not None:
-                self._take(self._slots_by_position()[:, : max(self.kept)])
-                self.hole = None
+                self._close_ranks()
             self._append(keys, values, new)
         self.offsets = [offset + T for offset in self.offsets]
         self.kept = [kept + T for kept in self.kept]
@@ -97,8 +96,9 @@ class PrunedKVCache(_BaseCache):
         evict = [max(0, kept - budget) for kept in self.kept]
         self.kept = [kept - gone for kept, gone in zip(self.kept, evict, strict=True)]
         if not any(evict):
-            self.hole = None
             self.F[:, :live] = F
+            if self.hole is not None:  # below the budget again, which was raised
+                self._close_ranks()
         elif max(evict) == 1 and live == budget + 1:
             self.F = F
             self._evict_one(_column(evict))
@@ -117,6 +117,11 @@ class PrunedKVCache(_BaseCache):
         self.positions[:, start:end] = positions
         self.F[:, start:end] = mx.zeros((B, T), mx.float32)
         self._live = end
+
+    def _close_ranks(self):
+        """Brings every row's tokens to its first slots, so that new ones can follow them."""
+        self._take(self._slots_by_position()[:, : max(self.kept)])
+        self.hole = None
 
     def _grow(self, keys, values, used, slots):
         """Makes room for ``slots`` tokens, or for what the budget can ever need."""

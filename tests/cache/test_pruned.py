@@ -200,6 +200,40 @@ def test_rows_at_different_offsets_go_on_as_alone(seed, lengths, chunks):
         assert together.kept[row] == cache.size() == len(held)
 
 
+@few_examples
+@given(
+    seed=st.integers(0, 999),
+    lengths=st.lists(st.integers(2, 20), min_size=2, max_size=3),
+    later=st.sampled_from([3, 8, 30, None]),
+)
+def test_rows_of_their_own_under_another_budget(seed, lengths, later):
+    """Whatever was kept before, every row afterwards holds what it would hold alone."""
+    chunks = [1, 1, 1, 1, 3, 1]
+    (q, k, v), _ = random_qkv(seed, B=len(lengths), T=max(lengths) + 4 + sum(chunks))
+    alone = []
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        cache = PrunedKVCache(6)
+        run(cache, q[one], k[one], v[one], [length])
+        alone.append(cache)
+    together = stack([copy.deepcopy(cache) for cache in alone], 6)
+    q, k, v = (
+        mx.stack([a[row, :, n : n + 4 + sum(chunks)] for row, n in enumerate(lengths)])
+        for a in (q, k, v)
+    )
+    run(together, q, k, v, [1, 1, 2], fed=0)
+    together.budget = later
+    run(together, q, k, v, chunks, fed=4)
+    for row, cache in enumerate(alone):
+        one = slice(row, row + 1)
+        run(cache, q[one], k[one], v[one], [1, 1, 2], fed=0)
+        cache.budget = later
+        run(cache, q[one], k[one], v[one], chunks, fed=4)
+        held = np.array(together.positions)[row]
+        assert sorted(held[held >= 0]) == kept(cache)[0][0].tolist()
+        assert together.kept[row] == cache.size()
+
+
 def test_a_call_that_was_not_ended_is_told():
     (q, k, v), _ = random_qkv(0, T=4)
     cache = PrunedKVCache(8)
