@@ -63,6 +63,18 @@ def test_ones_are_plain_attention_to_the_bit():
     assert mx.array_equal(ssa_attention(q, k, v, None, None, scale=0.3), plain)
 
 
+def test_temperatures_may_have_an_axis_for_the_head_size():
+    (q, k, v), _ = random_qkv(1, T=9)
+    tau_q, tau_v = mx.random.uniform(0.5, 2, q.shape[:3]), mx.random.uniform(0.5, 2, k.shape[:3])
+    flat = ssa_attention(q, k, v, tau_q, tau_v, scale=0.3)
+    assert mx.array_equal(
+        ssa_attention(q, k, v, tau_q[..., None], tau_v[..., None], scale=0.3), flat
+    )
+    shared = ssa_attention(q, k, v, tau_q[:, :1], None, scale=0.3)
+    repeated = mx.broadcast_to(tau_q[:, :1], tau_q.shape)
+    assert mx.array_equal(ssa_attention(q, k, v, repeated, None, scale=0.3), shared)
+
+
 @pytest.mark.parametrize("form", ["alpha", "beta"])
 @pytest.mark.parametrize("token_aware", [True, False])
 def test_fresh_temperatures_are_exactly_one(form, token_aware):

@@ -59,14 +59,18 @@ def _log_count(count: mx.array) -> mx.array:
 
 
 def apply_temperature(x: mx.array, temperature: mx.array | None) -> mx.array:
-    """Multiplies each row of x (B, H, T, D) by its temperature (B, H, T), in float32.
+    """Multiplies each row of x (B, H, T, D) by its temperature (B, H, T) or (B, H, T, 1).
+
+    The product is formed in float32 and returned in x's dtype.
 
     Temperatures multiply (they are inverse temperatures in the physicist's sense). A scalar
     per query commutes with RoPE, but not with a norm of the query: apply it after those.
     """
     if temperature is None:
         return x
-    return (x.astype(mx.float32) * temperature[..., None]).astype(x.dtype)
+    if temperature.ndim < x.ndim:
+        temperature = temperature[..., None]
+    return (x.astype(mx.float32) * temperature).astype(x.dtype)
 
 
 def ssa_attention(
@@ -88,8 +92,8 @@ def ssa_attention(
         q: (B, H, T, D), float32, float16 or bfloat16, after RoPE and any norm.
         k: (B, Hkv, N, D), N >= T; the queries are the last T positions.
         v: (B, Hkv, N, Dv).
-        query_temperature: (B, H, T), or broadcastable to it, or None for 1.
-        value_temperature: (B, Hkv, N), or broadcastable to it, or None for 1.
+        query_temperature: (B, H, T) or (B, H, T, 1), or broadcastable to it, or None for 1.
+        value_temperature: (B, Hkv, N) or (B, Hkv, N, 1), or broadcastable to it, or None for 1.
         scale: multiplies the logits, usually D ** -0.5.
         block_size: queries per block.
 
