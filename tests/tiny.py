@@ -9,24 +9,20 @@ from mlx_selective.model import Model, ModelArgs
 
 VOCABULARY = 97
 
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+}
+
 CONFIGS = {
-    "llama": {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCABULARY,
-    },
+    "llama": LLAMA,
     "granite": {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCABULARY,
+        **LLAMA,
         "logits_scaling": 1.5,
         "attention_multiplier": 0.3,
         "embedding_multiplier": 6.0,
