@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model, save_config, save_model
 
-from ..attention import SSA, Selective, method_from_dict
+from ..attention import SSA, method_from_dict
 from ..config_fields import check_fields
 from ..errors import UserError
 from ..files import one_line, read_json
@@ -92,17 +92,15 @@ def _target_config(
     config = layout.config(source)
     # It names code files, which are not copied.
     config.pop("auto_map", None)
-    attention = _attention(layout, source, kind)
+    method = method_from_dict(_attention(layout, source, kind))
     if budget is not None:
-        if attention["kind"] != Selective.kind:
-            raise UserError(f"--budget needs selective attention; this is {attention['kind']}.")
-        attention["budget"] = budget
+        method = method.with_budget(budget)
     return {
         **config,
         "model_type": MODEL_TYPE,
         "base_model_type": layout.base_model_type,
         "model_file": MODEL_FILE,
-        "attention": method_from_dict(attention).to_dict(),
+        "attention": method.to_dict(),
     }
 
 

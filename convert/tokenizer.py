@@ -1,6 +1,5 @@
 """The tokenizer of a converted folder: complete, and stopping where the model stops."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def _check_tokenizer(file: Path) -> None:
 
 
 def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list[int]:
-    """The id or ids that end a text: from the config, or else the tokenizer's own.
+    """The id or ids that end a text: from the configs, or else the tokenizer's own.
 
     Args:
         source: folder of the checkpoint.
@@ -72,9 +71,9 @@ def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list
     """
     generation_file = source / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    holders = {
-        "config.json": config.get("eos_token_id"),
+    holders = {  # generation_config.json first, as mlx-lm and transformers have it
         "generation_config.json": generation.get("eos_token_id"),
+        "config.json": config.get("eos_token_id"),
         "tokenizer_config.json": _tokenizer_eos(target),
     }
     for holder, eos in holders.items():
@@ -100,7 +99,4 @@ def _tokenizer_eos(folder: Path) -> int | None:
         token = token.get("content")
     if token is None:
         return None
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    ids = {added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    return ids.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(token)

@@ -42,7 +42,7 @@ def map_weights(
         if not wanted:
             continue
         if source not in tensors:
-            if any(part in source_or_target for part in fresh for source_or_target in wanted):
+            if any(part in target for part in fresh for target in wanted):
                 continue
             raise UserError(
                 f"tensor {source} is missing; the checkpoint is incomplete, "

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Tells a wrong flag in one line, without the usage before it."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {safe_text(message)} (see {self.prog} --help)\n")
 
 
 def build_parser(command: str) -> tuple[argparse.ArgumentParser, object]:
@@ -48,7 +49,7 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code (2: user's mistake, 130: Ctrl-C, 141: reader gone)."""
-    _open_closed_streams()
+    _prepare_streams()
     try:
         with _orderly_end():
             try:
@@ -64,11 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _open_closed_streams() -> None:
-    """A stream that the caller closed (as in `<&-`) is None; here it is an empty one."""
+def _prepare_streams() -> None:
+    """A closed stream (as in `<&-`) becomes an empty one; what is no text is replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+        if isinstance(getattr(sys, name), io.TextIOWrapper):
+            getattr(sys, name).reconfigure(errors="replace")
 
 
 @contextmanager

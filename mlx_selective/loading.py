@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .attention import method_from_dict
 from .errors import UserError
 from .files import check_safetensors, find_folder, one_line, read_json
 from .model import MODEL_TYPE, Model, ModelArgs
@@ -47,8 +48,8 @@ def load(
         str(path_or_hf_repo), lambda repo: mlx_lm_utils._download(repo, revision=revision)
     )
     config = _read_config(folder)
-    overrides = _overrides(config, budget)
     try:
+        overrides = _overrides(config, budget)
         if config.get("model_type") == MODEL_TYPE:
             model, config = mlx_lm_utils.load_model(
                 folder,
@@ -59,8 +60,8 @@ def load(
         else:
             model, config = mlx_lm_utils.load_model(folder, lazy)
         if "quantization" in config and mx.default_device() == mx.cpu:
-            # MLX's CPU multiplies quantised weights some 20 times faster in float32; only
-            # scales, norms and activations grow.
+            # MLX's CPU multiplies quantised weights 8 times faster in float32 than in bfloat16, 36
+            # times faster than in float16; only scales, norms and activations grow.
             model.set_dtype(mx.float32)
         if adapter_path is not None:
             model = mlx_lm_utils.load_adapters(model, adapter_path)
@@ -115,11 +116,10 @@ def _overrides(config: dict[str, Any], budget: int | list[int] | None) -> dict[s
     overrides: dict[str, Any] = {"model_file": None}
     if budget is None:
         return overrides
-    attention = config.get("attention")
-    if not isinstance(attention, dict) or attention.get("kind") != "selective":
+    if config.get("model_type") != MODEL_TYPE:
         raise UserError(
-            f"a budget needs a model with selective attention; "
-            f"this one is {config.get('model_type')!r} with attention {attention!r}."
+            f"a budget needs a model with selective attention; this one is "
+            f"{config.get('model_type')!r} (convert with --attention selective)."
         )
-    overrides["attention"] = {**attention, "budget": budget}
-    return overrides
+    method = method_from_dict(config.get("attention")).with_budget(budget)
+    return {**overrides, "attention": method.to_dict()}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import readme_commands
 
+import mlx_selective
 from mlx_selective.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,3 +72,9 @@ def test_map_is_the_tree():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_public_names_are_listed_once_and_exist():
+    assert set(mlx_selective.__all__) == set(mlx_selective._PUBLIC)
+    for name in mlx_selective.__all__:
+        assert getattr(mlx_selective, name).__doc__, name

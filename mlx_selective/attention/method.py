@@ -33,7 +33,6 @@ class LayerCall:
 
     def __init__(self, method: "AttentionMethod", attention: nn.Module, x: mx.array, cache: Any):
         self.method = method
-        self.attention = attention
         self.cache = cache
         self.offset = 0 if cache is None else cache.offset
         # The layer's own mask: the one the model built belongs to another layer's cache, and
@@ -88,7 +87,10 @@ class AttentionMethod:
         Raises:
             UserError: if this attention cannot be pruned.
         """
-        raise UserError(f"a budget needs selective attention; this model has {self.kind}.")
+        raise UserError(
+            f"a budget needs a model with selective attention; this model has {self.kind} "
+            "(leave out --budget)."
+        )
 
     def install(self, attention: nn.Module, args: Any) -> None:
         """Prepares mlx-lm's attention module: new parameters, or parts taken out.

@@ -5,7 +5,6 @@ import sys
 
 from ..builtin import BUILTIN_MODEL
 from ..generation.options import (
-    accept_all_text,
     add_model_arguments,
     add_sampling_arguments,
     sampler_from,
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Loads the model and talks until the input ends."""
-    accept_all_text()
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  gives input() line editing and history

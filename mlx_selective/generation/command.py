@@ -9,7 +9,6 @@ from ..errors import UserError
 from ..loading import load
 from .chat_template import chat_prompt
 from .options import (
-    accept_all_text,
     add_model_arguments,
     add_sampling_arguments,
     sampler_from,
@@ -44,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Generates from one prompt and prints the text with its account."""
-    accept_all_text()
     # As in mlx-lm, a typed \\n is a line feed.
     typed = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if typed == "-" else typed

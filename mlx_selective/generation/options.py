@@ -1,9 +1,7 @@
 """Flags that generate and chat share, named as in mlx-lm."""
 
 import argparse
-import io
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +33,6 @@ positive = between(int, 1)
 def unicode_text(text: str) -> str:
     """argparse type: text in which bytes that are not UTF-8 became U+FFFD."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def accept_all_text() -> None:
-    """Characters that the input or the output cannot have are replaced, never an error."""
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -213,6 +213,13 @@ def test_the_sentencepiece_tokenizer_gives_its_own_ids(converted):
 END = {
     "config.json": ({"config.json": {"eos_token_id": [2, 4]}}, [2, 4]),
     "generation_config.json": ({"generation_config.json": {"eos_token_id": 2}}, 2),
+    "both, as mlx-lm reads them": (
+        {
+            "config.json": {"eos_token_id": 4},
+            "generation_config.json": {"eos_token_id": [2, 4]},
+        },
+        [2, 4],
+    ),
     "tokenizer_config.json": ({}, 4),
     "the token's fields": ({"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, 2),
 }
@@ -228,6 +235,8 @@ def test_the_end_token_is_found(tmp_path, holder, tokenizer):
         (source / name).write_text(json.dumps(old | fields))
     folder = convert(str(source), tmp_path / "model")
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == expected
+    ids = expected if isinstance(expected, list) else [expected]
+    assert set(ids) <= load(folder)[1].eos_token_ids
 
 
 def test_code_of_the_source_is_not_named(converted):

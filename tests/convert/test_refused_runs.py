@@ -101,7 +101,9 @@ def test_a_target_that_may_not_be_written(refused, tmp_path, monkeypatch):
 def test_folders_made_on_the_way_are_taken_back(refused, tmp_path):
     source = llama().save(tmp_path / "source")
     (source / "tokenizer.json").unlink()
-    refused(source, target=tmp_path / "out" / "new" / "deep" / "model")
+    line = refused(source, target=tmp_path / "out" / "new" / "deep" / "model")
+    assert "no tokenizer" in line
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 # Flags --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_checkpoints import SIX, name, plain, refused, storage, table, tensor, write
+from torch_checkpoints import SIX, expect_refusal, name, plain, storage, table, tensor, write
 
 from mlx_selective.convert.torch_pickle import PICKLE_LIMIT, read_torch_file
 from mlx_selective.errors import UserError
@@ -110,7 +110,7 @@ def test_strided_views_as_numpy_has_them(tmp_path_factory, data):
     path = write(tmp_path_factory.getbasetemp() / "strided.bin", body, {"0": values.tobytes()})
     places = [offset + np.dot(i, strides) for i in np.ndindex(*shape)]
     if (max(places) if places else offset - 1) >= 24 or len(places) > 24:
-        refused(path, "w: ")
+        expect_refusal(path, "w: ")
     else:
         expected = values[np.array(places, int)].reshape(shape)
         assert np.array_equal(np.array(read_torch_file(path)["w"]), expected)
@@ -151,9 +151,13 @@ def test_what_a_real_pickler_writes(file, monkeypatch, protocol):
 def test_a_wrapped_state_dict(file, key):
     inner = {key: table({"w": tensor()})}
     assert list(read_torch_file(write(file, table(inner | {"step": plain(1)})))) == ["w"]
-    refused(write(file, table(inner | {"args": plain([1])})), "'args' beside the dict", "list")
-    refused(write(file, table(inner | {"other": tensor()})), "'other' beside the dict", "a tensor")
-    refused(write(file, table(inner | {7: plain(1)})), "'7' beside the dict")
+    expect_refusal(
+        write(file, table(inner | {"args": plain([1])})), "'args' beside the dict", "list"
+    )
+    expect_refusal(
+        write(file, table(inner | {"other": tensor()})), "'other' beside the dict", "a tensor"
+    )
+    expect_refusal(write(file, table(inner | {7: plain(1)})), "'7' beside the dict")
 
 
 # Tensors that do not fit, and files that are not what they say -----------------------------------
@@ -186,32 +190,36 @@ VIEWS = {
 @pytest.mark.parametrize("case", VIEWS)
 def test_tensors_outside_their_storage(file, case):
     shape, strides, offset, words = VIEWS[case]
-    refused(write(file, table({"good": tensor(), "w": tensor(shape, strides, offset)})), words)
+    expect_refusal(
+        write(file, table({"good": tensor(), "w": tensor(shape, strides, offset)})), words
+    )
 
 
 def test_storages_and_records(file):
     good = table({"w": tensor()})
-    refused(write(file, good, {}), "w: the zip has no record data/0")
-    refused(write(file, good, {"0": bytes(23)}), "data/0 has 23 bytes, but its storage 24")
-    refused(write(file, good, extra={"byteorder": b"big"}), "not little-endian")
-    refused(write(file, good, extra={"data.pkl": None}), "holds no data.pkl")
-    refused(write(file, good, extra={"constants.pkl": b""}), "TorchScript")
-    refused(write(file, good, extra={"code/__torch__.py": b""}), "TorchScript")
+    expect_refusal(write(file, good, {}), "w: the zip has no record data/0")
+    expect_refusal(write(file, good, {"0": bytes(23)}), "data/0 has 23 bytes, but its storage 24")
+    expect_refusal(write(file, good, extra={"byteorder": b"big"}), "not little-endian")
+    expect_refusal(write(file, good, extra={"data.pkl": None}), "holds no data.pkl")
+    expect_refusal(write(file, good, extra={"constants.pkl": b""}), "TorchScript")
+    expect_refusal(write(file, good, extra={"code/__torch__.py": b""}), "TorchScript")
     for record in ("data.pkl", "data/0", "unused"):
-        refused(
+        expect_refusal(
             write(file, good, extra={"unused": bytes(999)}, compress=record), record, "compressed"
         )
     views = {str(i): tensor((1000,), (1,), i, of=storage(count=2000)) for i in range(1000)}
-    refused(write(file, table(views), {"0": bytes(8000)}), "too many different tensors overlap")
+    expect_refusal(
+        write(file, table(views), {"0": bytes(8000)}), "too many different tensors overlap"
+    )
     large = struct.pack("<d", 1e300) * 6
     double = table({"w": tensor(of=storage("torch.DoubleStorage"))})
-    refused(write(file, double, {"0": large}), "w: holds a float64 that is too large")
+    expect_refusal(write(file, double, {"0": large}), "w: holds a float64 that is too large")
     assert list(read_torch_file(write(file, good, extra={"byteorder": None}))) == ["w"]
     assert list(read_torch_file(write(file, good, {"0": SIX.tobytes() + b"more"}))) == ["w"]
 
 
 def test_a_large_pickle_is_not_run(file):
-    refused(write(file, b"N" * (PICKLE_LIMIT + 1)), "more than 16777216")
+    expect_refusal(write(file, b"N" * (PICKLE_LIMIT + 1)), "more than 16777216")
 
 
 def test_zip_records_that_lie(file):
@@ -219,23 +227,23 @@ def test_zip_records_that_lie(file):
     data = file.read_bytes()
     with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("archive/data/0", bytes(24))
-    refused(file, "two records of the zip are called archive/data/0")
+    expect_refusal(file, "two records of the zip are called archive/data/0")
     file.write_bytes(data.replace(SIX.tobytes(), bytes(24)))
-    refused(file, "archive/data/0 is damaged (Bad CRC-32")
+    expect_refusal(file, "archive/data/0 is damaged (Bad CRC-32")
     entry = data.rindex(b"PK\x01\x02")  # the directory's entry of data/0
     sized = bytearray(data)
     sized[entry + 20 : entry + 28] = struct.pack("<II", 2**30, 2**30)
     file.write_bytes(sized)
-    refused(file, "claim more bytes than the file has")
+    expect_refusal(file, "claim more bytes than the file has")
     sized = bytearray(data)
     sized[entry + 8] |= 1
     file.write_bytes(sized)
-    refused(file, "encrypted")
+    expect_refusal(file, "encrypted")
 
 
 def test_files_that_are_not_zip_checkpoints(file, tmp_path):
-    refused(file, "no such file")
-    refused(tmp_path, "is not a file")
+    expect_refusal(file, "no such file")
+    expect_refusal(tmp_path, "is not a file")
     data = write(file, table({"w": tensor()})).read_bytes()
     legacy = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
     cases = [
@@ -245,10 +253,10 @@ def test_files_that_are_not_zip_checkpoints(file, tmp_path):
     ]  # fmt: skip
     for content, words in cases:
         file.write_bytes(content)
-        refused(file, words)
+        expect_refusal(file, words)
     for length in range(2, len(data)):
         file.write_bytes(data[:length])
-        refused(file, "cut short")
+        expect_refusal(file, "cut short")
 
 
 # Chance ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pickle
 import subprocess
 
 import pytest
-from torch_checkpoints import name, plain, refused, storage, table, tensor, write
+from torch_checkpoints import expect_refusal, name, plain, storage, table, tensor, write
 
 from mlx_selective.convert.torch_pickle import read_torch_file
 
@@ -47,10 +47,10 @@ def payloads(marker):
 def test_calls_are_refused_by_name_and_not_made(file, tmp_path, protocol, what):
     marker = tmp_path / "marker"
     for value in (payloads(marker)[what], {"w": payloads(marker)[what]}):
-        refused(write(file, pickle.dumps(value, protocol), whole=True), "the pickle ")
+        expect_refusal(write(file, pickle.dumps(value, protocol), whole=True), "the pickle ")
         # Protocol 2 has Python 2's names, and 0 and 1 have opcodes that are refused before.
         if protocol >= 3:
-            refused(file, f"{what}; only tensors are read")
+            expect_refusal(file, f"{what}; only tensors are read")
     assert not marker.exists()
 
 
@@ -80,7 +80,7 @@ DOTTED = [
 def test_other_names_are_refused(file, module, attribute):
     body = b"\x80\x04" + plain(module) + plain(attribute) + b"\x93" + plain(("x",)) + b"R."
     shown = f"{module}.{attribute}".replace("\x1b", "\\x1b").replace("\n", "\\n")
-    refused(write(file, body, whole=True), f"the pickle calls {shown}; only tensors")
+    expect_refusal(write(file, body, whole=True), f"the pickle calls {shown}; only tensors")
 
 
 ODD_OPCODES = {
@@ -153,7 +153,7 @@ def test_odd_pickles_are_refused(file, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(copyreg._extension_cache, 0xF0, os.system)  # what EXT would reach
     body, words = ODD_OPCODES[case]
-    refused(write(file, body), words)
+    expect_refusal(write(file, body), words)
     assert os.listdir(tmp_path) == [file.name]
 
 

@@ -51,7 +51,7 @@ def write(path, body, storages=None, *, root="archive", extra=None, compress=Non
     return path
 
 
-def refused(path, *words):
+def expect_refusal(path, *words):
     """Reading ends in one line that names the file and holds every word."""
     with pytest.raises(UserError) as caught:
         read_torch_file(path)

@@ -53,8 +53,8 @@ def selective_attention(
 
     Accumulation is in float32. Peak memory beside inputs and outputs, with L = B * H *
     block_size * N * 4 bytes for the logits of one block: q, k and v in float32, F at the start
-    of each block, and at most 6 L forward, 21 L backward on the CPU
-    (up to four times that on a GPU, which frees later).
+    of each block, and at most 6 L forward, 21 L backward on the CPU (up to four times that on a
+    GPU, which frees later).
 
     Raises:
         ValueError: if shapes do not belong together.

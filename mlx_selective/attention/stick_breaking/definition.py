@@ -47,14 +47,15 @@ def stick_breaking_attention(
 
     Accumulation is in float32, in log space. Peak memory beside inputs and outputs, with L = B *
     H * block_size * N * 4 bytes for the logits of one block: q, k and v in float32, and at most
-    11 L forward, 28 L backward on the CPU
-    (up to four times that on a GPU, which frees later).
+    11 L forward, 28 L backward on the CPU (up to four times that on a GPU, which frees later).
 
     Raises:
         ValueError: if shapes do not belong together.
     """
     check_heads(q, k, v)
     first_own = k.shape[2] - q.shape[2]
+    if mask is not None:
+        mask = mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
 
     def block(carry, q, k, v, start):
         end, reach = start + q.shape[2], k.shape[2]
@@ -62,10 +63,9 @@ def stick_breaking_attention(
         key = mx.arange(reach)
         visible = key <= own if attend_current else key < own
         if mask is not None:
-            visible = visible & mx.broadcast_to(mask, full)[:, :, start:end, :reach]
+            visible = visible & mask[:, :, start:end, :reach]
         return [carry, *_attend(q, k, v, visible)]
 
-    full = (*q.shape[:3], k.shape[2])
     scaled = q.astype(mx.float32) * scale
     k, v = k.astype(mx.float32), v.astype(mx.float32)
     # Every query breaks a fresh stick: a block hands nothing to the next.
