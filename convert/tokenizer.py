@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from ..errors import UserError
 from ..files import one_line, read_json
+from ..loading import open_tokenizer
 from .sentencepiece_tokenizer import write_fast_tokenizer
 from .source import companion_files
 
@@ -34,15 +35,18 @@ def write_tokenizer(source: Path, target: Path) -> None:
         raise UserError(f"{file} cannot be copied ({one_line(error)}).") from None
     config_file = source / "tokenizer_config.json"
     config = read_json(config_file) if config_file.is_file() else {}
-    if (source / "tokenizer.json").is_file():
-        _check_tokenizer(source / "tokenizer.json")
-        return
-    if not (source / "tokenizer.model").is_file():
-        raise UserError(f"{source}: no tokenizer (tokenizer.json or tokenizer.model).")
-    # Beside its translation it would only invite transformers to read it in its own way.
-    (target / "tokenizer.model").unlink()
+    if not (source / "tokenizer.json").is_file():
+        if not (source / "tokenizer.model").is_file():
+            raise UserError(f"{source}: no tokenizer (tokenizer.json or tokenizer.model).")
+        # Beside its translation it would only invite transformers to read it in its own way.
+        (target / "tokenizer.model").unlink()
+        _translate(source / "tokenizer.model", config_file, config, target)
+    _check_tokenizer(source, target)
+
+
+def _translate(model_file: Path, config_file: Path, config: dict[str, Any], target: Path) -> None:
     try:
-        write_fast_tokenizer(source / "tokenizer.model", config, target)
+        write_fast_tokenizer(model_file, config, target)
     except UserError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -51,11 +55,18 @@ def write_tokenizer(source: Path, target: Path) -> None:
         ) from None
 
 
-def _check_tokenizer(file: Path) -> None:
+def _check_tokenizer(source: Path, target: Path) -> None:
+    """Opens the written tokenizer as ``load`` will; a folder that cannot be opened is not whole."""
     try:
-        Tokenizer.from_file(str(file))
+        Tokenizer.from_file(str(target / "tokenizer.json"))
     except Exception as error:  # the only type that tokenizers raises
+        file = source / "tokenizer.json"
         raise UserError(f"{file} is not a whole tokenizer ({one_line(error)}).") from None
+    try:
+        open_tokenizer(target)
+    except Exception as error:  # transformers' many ways
+        file = source / "tokenizer_config.json"
+        raise UserError(f"{file}: the tokenizer cannot be opened ({one_line(error)}).") from None
 
 
 def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list[int]:

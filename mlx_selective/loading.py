@@ -66,17 +66,28 @@ def load(
         if adapter_path is not None:
             model = mlx_lm_utils.load_adapters(model, adapter_path)
             model.eval()
-        # Left to itself, transformers asks at the terminal whether to run a folder's code.
-        tokenizer_config = {"trust_remote_code": False, **(tokenizer_config or {})}
-        with _quiet_transformers():
-            tokenizer = mlx_lm_utils.load_tokenizer(
-                folder, tokenizer_config, eos_token_ids=config.get("eos_token_id")
-            )
+        tokenizer = open_tokenizer(folder, tokenizer_config, config.get("eos_token_id"))
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     except Exception as error:  # a damaged folder: mlx-lm and transformers tell it in many ways
         raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from error
     return model, tokenizer
+
+
+def open_tokenizer(
+    folder: Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    eos_token_ids: int | list[int] | None = None,
+) -> TokenizerWrapper:
+    """mlx-lm's tokenizer of a folder, none of whose code is run.
+
+    Raises:
+        Exception: whatever mlx-lm and transformers make of a damaged one.
+    """
+    # Left to itself, transformers asks at the terminal whether to run a folder's code.
+    tokenizer_config = {"trust_remote_code": False, **(tokenizer_config or {})}
+    with _quiet_transformers():
+        return mlx_lm_utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=eos_token_ids)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_checkpoints import Checkpoint, dolomite, gpt_neox, llama, sentencepiece_model
 
-from mlx_selective import load
+from mlx_selective import UserError, load
 from mlx_selective.convert import convert
 
 IDS = np.arange(40) * 7 % tiny_checkpoints.VOCABULARY
@@ -221,7 +221,10 @@ END = {
         [2, 4],
     ),
     "tokenizer_config.json": ({}, 4),
-    "the token's fields": ({"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, 2),
+    "the token's fields": (
+        {"tokenizer_config.json": {"eos_token": {"__type": "AddedToken", "content": "</s>"}}},
+        2,
+    ),
 }
 
 
@@ -237,6 +240,16 @@ def test_the_end_token_is_found(tmp_path, holder, tokenizer):
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == expected
     ids = expected if isinstance(expected, list) else [expected]
     assert set(ids) <= load(folder)[1].eos_token_ids
+
+
+def test_a_tokenizer_that_could_not_be_opened_is_refused(tmp_path):
+    """Token fields without their type: transformers opens no such folder."""
+    source = llama().save(tmp_path / "source")
+    file = source / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": {"content": "</s>"}}))
+    with pytest.raises(UserError, match="tokenizer_config.json: the tokenizer cannot be opened"):
+        convert(str(source), tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_code_of_the_source_is_not_named(converted):
