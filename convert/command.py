@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-path",
         "--model",
         required=True,
-        help="Folder of the checkpoint, or its Hugging Face Hub id.",
+        help="Folder of the checkpoint, or of a converted model, or its Hugging Face Hub id.",
     )
     parser.add_argument(
         "--mlx-path", default="mlx_model", help="Path to save the MLX model (default: mlx_model)."

@@ -38,7 +38,8 @@ def convert(
     """Converts a PyTorch checkpoint into a model folder for mlx-selective and mlx-lm.
 
     Args:
-        hf_path: folder or Hub id of the checkpoint.
+        hf_path: folder or Hub id of the checkpoint, or of a model that was converted before, to
+            change its dtype, its budget, or quantise it.
         mlx_path: folder to write; must not exist. It appears only when whole.
         attention: kind of attention the checkpoint was trained with, where its config.json
             does not tell; default softmax.
@@ -62,7 +63,8 @@ def convert(
     source_config = read_json(folder / "config.json")
     layout = find_layout(source_config)
     config = _target_config(layout, source_config, attention, budget)
-    print(f"[INFO] {layout.name}, {config['attention']['kind']} attention", flush=True)
+    kind = method_from_dict(config["attention"]).kind
+    print(f"[INFO] {layout.name}, {kind} attention", flush=True)
     model = Model(ModelArgs(config))
     fetch_weights(hf_path, revision)
     # Inside, so that whatever is wrong with the source is found before much is read or written.
@@ -70,7 +72,7 @@ def convert(
         write_tokenizer(folder, partial)
         config["eos_token_id"] = end_tokens(folder, config, partial)
         print("[INFO] Loading", flush=True)
-        _load(model, layout, folder, config, source_config)
+        model = _load(model, layout, folder, config, source_config)
         _set_dtype(model, config, dtype)
         if quantize:
             print("[INFO] Quantizing", flush=True)
@@ -92,42 +94,47 @@ def _target_config(
     config = layout.config(source)
     # It names code files, which are not copied.
     config.pop("auto_map", None)
-    method = method_from_dict(_attention(layout, source, kind))
+    method = _attention(layout, source, kind)
     if budget is not None:
         method = method.with_budget(budget)
     return {
         **config,
         "model_type": MODEL_TYPE,
-        "base_model_type": layout.base_model_type,
+        "base_model_type": layout.base_model_type or config["base_model_type"],
         "model_file": MODEL_FILE,
         "attention": method.to_dict(),
     }
 
 
 def _attention(layout, source, kind):
-    """The attention settings: what the source says, or else what the user says."""
+    """The attention method: what the source says, or else what the user says."""
     told = layout.attention(source)
-    if told is None:
-        return {"kind": kind or "softmax"}
-    if kind not in (None, told["kind"]):
+    method = method_from_dict({"kind": kind or "softmax"} if told is None else told)
+    if kind not in (None, method.kind):
         raise UserError(
-            f"--attention {kind}: this checkpoint was trained with {told['kind']} attention."
+            f"--attention {kind}: this checkpoint was trained with {method.kind} attention."
         )
-    return told
+    return method
 
 
 def _load(model, layout, folder, config, source_config):
-    """Reads the checkpoint into the model."""
+    """Reads the checkpoint into the model, or into one that its tensors tell; gives that one."""
     # A softmax checkpoint taken to SSA starts from temperatures that change nothing.
     untold = layout.attention(source_config) is None
-    fresh = ("temperature",) if config["attention"]["kind"] == SSA.kind and untold else ()
+    fresh = ("temperature",) if untold and config["attention"]["kind"] == SSA.kind else ()
     try:
         tensors = read_tensors(weight_files(folder))
-        weights = map_weights(layout, tensors, model, config["num_attention_heads"], fresh=fresh)
+        told = layout.attention_by_tensors(source_config, tensors)
+        if told:
+            config["attention"] = method_from_dict(config["attention"] | told).to_dict()
+            model = Model(ModelArgs(config))
+        heads = config.get("num_attention_heads")
+        weights = map_weights(layout, tensors, model, heads, fresh=fresh)
     except UserError as error:
         prefix = "" if str(folder) in str(error) else f"{folder}: "
         raise UserError(f"{prefix}{error}") from None
     model.load_weights(list(weights.items()), strict=not fresh)
+    return model
 
 
 def _set_dtype(model: nn.Module, config: dict[str, Any], dtype: str | None) -> None:

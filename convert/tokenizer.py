@@ -1,5 +1,6 @@
 """The tokenizer of a converted folder: complete, and stopping where the model stops."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,10 @@ def end_tokens(source: Path, config: dict[str, Any], target: Path) -> int | list
         if eos is None:
             continue
         ids = eos if isinstance(eos, list) else [eos]
-        if not ids or not all(type(i) is int and 0 <= i < config["vocab_size"] for i in ids):
+        size = config.get("vocab_size", math.inf)  # some families nest it
+        if not ids or not all(type(i) is int and 0 <= i < size for i in ids):
             raise UserError(
-                f"{source / holder}: eos_token_id must be ids below vocab_size "
-                f"{config['vocab_size']}, got {eos!r}."
+                f"{source / holder}: eos_token_id must be ids below vocab_size {size}, got {eos!r}."
             )
         return eos
     raise UserError(

@@ -14,7 +14,7 @@ def map_weights(
     layout: Layout,
     tensors: Mapping[str, mx.array],
     model: nn.Module,
-    heads: int,
+    heads: int | None,
     *,
     fresh: tuple[str, ...] = (),
 ) -> dict[str, mx.array]:
@@ -24,7 +24,7 @@ def map_weights(
         layout: the checkpoint's layout.
         tensors: source name -> tensor.
         model: the mlx-selective model, for its parameter names and shapes.
-        heads: number of attention heads, for fused rows.
+        heads: number of attention heads, for rows that are fused by head.
         fresh: parts of names that may keep their fresh values when the checkpoint lacks them.
 
     Returns:
@@ -34,7 +34,7 @@ def map_weights(
         UserError: naming the first tensor that is missing, left over, or of a wrong shape or type.
     """
     shapes = {name: value.shape for name, value in tree_flatten(model.parameters())}
-    rules = dict(layout.rules(len(model.layers)))
+    rules = dict(layout.rules(len(model.layers), shapes))
     _check_all_known(layout, tensors, rules, shapes)
     weights = {}
     for source, rule in rules.items():
@@ -46,10 +46,12 @@ def map_weights(
                 continue
             raise UserError(
                 f"tensor {source} is missing; the checkpoint is incomplete, "
-                "or its config.json belongs to another one."
+                f"or its config.json belongs to another one.{layout.hint(source)}"
             )
-        _check_tensor(source, tensors[source], [shapes[target] for target in rule.targets])
-        weights.update(zip(rule.targets, rule.apply(tensors[source], heads), strict=True))
+        target_shapes = [shapes[target] for target in rule.targets]
+        _check_tensor(source, tensors[source], target_shapes)
+        parts = rule.apply(tensors[source], heads, target_shapes)
+        weights.update(zip(rule.targets, parts, strict=True))
     return weights
 
 
@@ -64,7 +66,7 @@ def _check_all_known(layout, tensors, rules, shapes):
         if not any(target in shapes for target in rules[name].targets):
             raise UserError(
                 f"tensor {name} has no place in the model that config.json and --attention "
-                "describe."
+                f"describe.{layout.hint(name)}"
             )
 
 

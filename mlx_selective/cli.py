@@ -1,4 +1,4 @@
-"""The command line: ``mlx-selective convert | generate | chat | doctor``."""
+"""The command line: ``mlx-selective convert | generate | chat | ...``."""
 
 import argparse
 import importlib
@@ -13,12 +13,19 @@ from contextlib import contextmanager
 from .errors import UserError
 from .output import safe_text
 
+#: Commands that are tools of mlx-lm, which read their flags themselves.
+_STOCK = "stock_tools.command"
 #: command -> (module with add_arguments and run, one line of help)
 COMMANDS = {
     "convert": ("convert.command", "convert a PyTorch checkpoint from a folder or the Hub"),
     "generate": ("generation.command", "generate from one prompt"),
     "chat": ("chat.command", "chat in the terminal"),
     "doctor": ("doctor.command", "check this installation"),
+    "lora": (_STOCK, "fine-tune, with the flags of mlx_lm.lora"),
+    "fuse": (_STOCK, "put a fine-tuned adapter into its model (mlx_lm.fuse)"),
+    "server": (_STOCK, "serve OpenAI's HTTP interface (mlx_lm.server)"),
+    "benchmark": (_STOCK, "measure speed and memory (mlx_lm.benchmark)"),
+    "cache_prompt": (_STOCK, "save a prompt's cache (mlx_lm.cache_prompt)"),
 }
 
 
@@ -29,21 +36,23 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {safe_text(message)} (see {self.prog} --help)\n")
 
 
-def build_parser(command: str) -> tuple[argparse.ArgumentParser, object]:
-    """The parser of one command, and its module; other commands are not imported."""
+def start(command: str, arguments: list[str]) -> int | None:
+    """Runs one command; the modules of the others are not imported."""
     module_name, summary = COMMANDS[command]
     module = importlib.import_module(f".{module_name}", __package__)
+    if module_name == _STOCK:
+        return module.run(command, arguments)
     parser = OneLineParser(
         prog=f"mlx-selective {command}", description=summary[0].upper() + summary[1:] + "."
     )
     module.add_arguments(parser)
-    return parser, module
+    return module.run(parser.parse_args(arguments))
 
 
 def usage() -> str:
     """What ``mlx-selective`` prints without a command."""
     lines = ["usage: mlx-selective COMMAND [--help] ...", "", "commands:"]
-    lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += [f"  {name:<13} {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(lines)
 
 
@@ -110,8 +119,7 @@ def _run(arguments: list[str]) -> int:
         )
         return 2
     try:
-        parser, module = build_parser(command)
-        return module.run(parser.parse_args(rest)) or 0
+        return start(command, rest) or 0
     except UserError as error:
         return _fail(command, str(error))
     except ModuleNotFoundError as error:  # run from a clone that was not installed

@@ -15,14 +15,23 @@ _SIZES = {
     "intermediate_size": 10_000_000,
     "vocab_size": 10_000_000,
     "max_position_embeddings": 1_000_000_000,
+    # the names of GPT-2 and its descendants
+    "n_layer": 1_000,
+    "n_head": 1_000,
+    "n_embd": 1_000_000,
+    "n_inner": 10_000_000,
+    "n_positions": 1_000_000_000,
+    "n_ctx": 1_000_000_000,
 }
 _NUMBERS = (
-    *("rms_norm_eps", "layer_norm_eps", "rope_theta", "rotary_emb_base", "rotary_pct"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    *("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
 )
 _SWITCHES = (
     *("attention_bias", "mlp_bias", "rope_traditional"),
-    *("tie_word_embeddings", "use_parallel_residual"),
+    *("tie_word_embeddings", "use_parallel_residual", "use_sliding_window"),
+    *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
 )
 
 
@@ -55,9 +64,14 @@ def check_fields(config: dict[str, Any], names: Mapping[str, str] | None = None)
     for name, switch in map(field, _SWITCHES):
         if switch is not None and not isinstance(switch, bool):
             raise UserError(f"config.json: {name} must be true or false, got {switch!r}.")
+    kinds = config.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    ):
+        raise UserError(f"config.json: layer_types must be a list of names, got {kinds!r}.")
     multiples = [("num_attention_heads", "num_key_value_heads")]
     if config.get("head_dim") is None:
-        multiples.append(("hidden_size", "num_attention_heads"))
+        multiples += [("hidden_size", "num_attention_heads"), ("n_embd", "n_head")]
     for (many, total), (few, part) in (map(field, pair) for pair in multiples):
         if total and part and total % part:
             raise UserError(f"config.json: {many} {total} must be a multiple of {few} {part}.")

@@ -1,5 +1,6 @@
 """Opening a model folder or a Hub id."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import _download, load_adapters, load_model, load_tokenizer
 
 from .attention import method_from_dict
 from .errors import UserError
@@ -44,34 +45,85 @@ def load(
     Raises:
         UserError: if the folder is missing, incomplete or damaged, or cannot be pruned.
     """
-    folder = find_folder(
-        str(path_or_hf_repo), lambda repo: mlx_lm_utils._download(repo, revision=revision)
-    )
-    config = _read_config(folder)
-    try:
-        overrides = _overrides(config, budget)
-        if config.get("model_type") == MODEL_TYPE:
-            model, config = mlx_lm_utils.load_model(
-                folder,
-                lazy,
-                model_config=overrides,
-                get_model_classes=lambda config: (Model, ModelArgs),
-            )
-        else:
-            model, config = mlx_lm_utils.load_model(folder, lazy)
-        if "quantization" in config and mx.default_device() == mx.cpu:
+    folder = model_folder(path_or_hf_repo, revision)
+    model, config = open_model(folder, lazy, budget=budget)
+    if adapter_path is not None:
+        model = open_adapters(model, adapter_path)
+    with _told_of(folder):
+        tokenizer = open_tokenizer(folder, tokenizer_config, config.get("eos_token_id"))
+    return model, tokenizer
+
+
+def model_folder(
+    path_or_hf_repo: str | Path, revision: str | None = None, allow_patterns: Any = None
+) -> Path:
+    """The local folder of a model, downloaded first if it is a Hub id.
+
+    Raises:
+        UserError: if there is no such folder, or the Hub does not give it.
+    """
+    options = {"revision": revision, "allow_patterns": allow_patterns}
+    return find_folder(str(path_or_hf_repo), lambda repo: _download(repo, **options))
+
+
+def open_model(
+    folder: Path,
+    lazy: bool = False,
+    *,
+    strict: bool = True,
+    budget: int | list[int] | None = None,
+    model_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    keep_dtype: bool = False,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's ``load_model``, for our folders without running their code.
+
+    Args:
+        folder: a local folder.
+        lazy, strict: as in mlx-lm.
+        budget: keys that each layer keeps, instead of the budget in config.json.
+        model_config: replaces fields of config.json.
+        trust_remote_code: run the ``model_file`` of a folder that is not ours.
+        keep_dtype: leave a quantised model as it is stored, on the CPU too.
+
+    Returns:
+        The model, and its config.json as mlx-lm gives it.
+
+    Raises:
+        UserError: if the folder is incomplete or damaged, or cannot be pruned.
+    """
+    source = _read_config(folder, strict, trust_remote_code)
+    options: dict[str, Any] = {"strict": strict, "model_config": dict(model_config or {})}
+    with _told_of(folder):
+        if budget is not None:
+            options["model_config"]["attention"] = _attention(source, budget)
+        if source.get("model_type") == MODEL_TYPE:
+            options["model_config"]["model_file"] = None
+            options["get_model_classes"] = lambda config: (Model, ModelArgs)
+        elif trust_remote_code and "trust_remote_code" in inspect.signature(load_model).parameters:
+            options["trust_remote_code"] = True  # mlx-lm 0.31 asks nobody
+        model, config = load_model(folder, lazy, **options)
+        if "model_file" in source:  # fuse writes the config again
+            config["model_file"] = source["model_file"]
+        if "quantization" in config and mx.default_device() == mx.cpu and not keep_dtype:
             # MLX's CPU multiplies quantised weights 8 times faster in float32 than in bfloat16, 36
             # times faster than in float16; only scales, norms and activations grow.
             model.set_dtype(mx.float32)
-        if adapter_path is not None:
-            model = mlx_lm_utils.load_adapters(model, adapter_path)
-            model.eval()
-        tokenizer = open_tokenizer(folder, tokenizer_config, config.get("eos_token_id"))
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
-    except Exception as error:  # a damaged folder: mlx-lm and transformers tell it in many ways
-        raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from error
-    return model, tokenizer
+    return model, config
+
+
+def open_adapters(model: nn.Module, adapter_path: str | Path) -> nn.Module:
+    """mlx-lm's ``load_adapters``.
+
+    Raises:
+        UserError: if the adapters are missing, damaged, or made for another model.
+    """
+    try:
+        model = load_adapters(model, adapter_path)
+    except Exception as error:  # whatever mlx-lm makes of another model's or a damaged one
+        raise UserError(f"{adapter_path}: no adapter of this model: {one_line(error)}") from error
+    model.eval()
+    return model
 
 
 def open_tokenizer(
@@ -87,7 +139,18 @@ def open_tokenizer(
     # Left to itself, transformers asks at the terminal whether to run a folder's code.
     tokenizer_config = {"trust_remote_code": False, **(tokenizer_config or {})}
     with _quiet_transformers():
-        return mlx_lm_utils.load_tokenizer(folder, tokenizer_config, eos_token_ids=eos_token_ids)
+        return load_tokenizer(folder, tokenizer_config, eos_token_ids=eos_token_ids)
+
+
+@contextmanager
+def _told_of(folder: Path) -> Iterator[None]:
+    """Tells in one line what is wrong with a folder, whichever way mlx-lm tells it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    except Exception as error:
+        raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from error
 
 
 @contextmanager
@@ -103,16 +166,17 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, strict: bool, trust_remote_code: bool) -> dict[str, Any]:
     """config.json of a folder whose weights are there and whole."""
     config = read_json(folder / "config.json")
-    if config.get("model_type") != MODEL_TYPE and config.get("model_file") is not None:
+    foreign = config.get("model_type") != MODEL_TYPE and config.get("model_file") is not None
+    if foreign and not trust_remote_code:
         raise UserError(
-            f"{folder / 'config.json'}: model_file {config['model_file']!r} is code of the folder, "
-            "which is never run here; use mlx-lm with --trust-remote-code."
+            f"{folder / 'config.json'}: model_file {config['model_file']!r} is code of the folder; "
+            "only mlx-lm's tools run it, with --trust-remote-code."
         )
     files = sorted(folder.glob("model*.safetensors"))
-    if not files:
+    if not files and strict:
         raise UserError(
             f"{folder}: no model*.safetensors; convert the checkpoint first "
             "(mlx-selective convert --hf-path ... --mlx-path ...)."
@@ -122,15 +186,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _overrides(config: dict[str, Any], budget: int | list[int] | None) -> dict[str, Any]:
-    """What replaces fields of config.json: never its model_file, and the budget if given."""
-    overrides: dict[str, Any] = {"model_file": None}
-    if budget is None:
-        return overrides
+def _attention(config: dict[str, Any], budget: int | list[int]) -> Any:
+    """The ``attention`` of config.json under another budget."""
     if config.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"a budget needs a model with selective attention; this one is "
             f"{config.get('model_type')!r} (convert with --attention selective)."
         )
-    method = method_from_dict(config.get("attention")).with_budget(budget)
-    return {**overrides, "attention": method.to_dict()}
+    return method_from_dict(config.get("attention")).with_budget(budget).to_dict()

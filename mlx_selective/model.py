@@ -5,15 +5,17 @@ Stock mlx-lm tools reach these two names through the folder's ``model_file`` and
 """
 
 import importlib
+import re
+from types import ModuleType
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.utils import MODEL_REMAPPING
 
 from .attention import method_from_dict
 from .config_fields import check_fields
 from .errors import UserError
-from .families import correct_family
-from .grafting import GRAFTABLE, graft
+from .grafting import correct_family, graft, refuse_config
 
 MODEL_TYPE = "mlx_selective"
 #: Name of the file in a model folder that stock mlx-lm runs, and what it says.
@@ -22,6 +24,13 @@ MODEL_FILE_TEXT = '''"""Lets stock mlx-lm open this folder (--trust-remote-code)
 
 from mlx_selective.model import Model, ModelArgs  # noqa: F401
 '''
+
+
+#: What mlx-lm's code makes of a config with a wrong field.
+_CONFIG_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError),
+    *(LookupError, TypeError, ValueError),
+)
 
 
 class ModelArgs:
@@ -40,24 +49,45 @@ class ModelArgs:
         self.config = dict(config)
         self.model_type = MODEL_TYPE
         self.base_model_type = config.get("base_model_type")
-        if self.base_model_type not in GRAFTABLE:
-            raise UserError(
-                f"config.json: base_model_type must be one of {', '.join(GRAFTABLE)}, "
-                f"got {self.base_model_type!r}."
-            )
         self.attention = method_from_dict(config.get("attention"))
-        self.base = importlib.import_module(f"mlx_lm.models.{self.base_model_type}")
+        self.base = _base_module(self.base_model_type)
+        refuse_config(config)
         try:
             self.base_args = self.base.ModelArgs.from_dict(
                 {**config, "model_type": self.base_model_type}
             )
         except TypeError as error:  # a dataclass that misses a field
             raise UserError(f"config.json: {error.args[0].split('__init__() ')[-1]}.") from None
+        except _CONFIG_ERRORS as error:
+            raise UserError(
+                f"config.json: no {self.base_model_type} model ({type(error).__name__}: {error})."
+            ) from error
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "ModelArgs":
         """What mlx-lm calls with the content of config.json."""
         return cls(config)
+
+
+def _base_module(model_type: Any) -> ModuleType:
+    """mlx-lm's module of a model type.
+
+    Raises:
+        UserError: if it has none.
+    """
+    name = MODEL_REMAPPING.get(model_type, model_type) if isinstance(model_type, str) else ""
+    # The name is about to be imported: it may be a module of mlx_lm.models and nothing else.
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        try:
+            module = importlib.import_module(f"mlx_lm.models.{name}")
+        except (ImportError, SystemExit):  # olmo.py ends the process where a package is missing
+            module = None
+        if hasattr(module, "Model") and hasattr(module, "ModelArgs"):
+            return module
+    raise UserError(
+        f"config.json: base_model_type must be a model type of mlx-lm such as llama, "
+        f"got {model_type!r}."
+    )
 
 
 def Model(args: ModelArgs) -> nn.Module:
@@ -68,18 +98,11 @@ def Model(args: ModelArgs) -> nn.Module:
     """
     try:
         model = args.base.Model(args.base_args)
-    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _CONFIG_ERRORS as error:
         # mlx-lm trusts config.json; a wrong field ends in whatever Python makes of it.
         raise UserError(
             f"config.json: mlx-lm cannot build a {args.base_model_type} model from it "
             f"({type(error).__name__}: {error})."
         ) from error
     correct_family(model, args.config)
-    graft(model, args.attention)
-    for _, module in model.named_modules():
-        if isinstance(module, nn.RoPE) and module.dims % 2:
-            raise UserError(
-                f"config.json: {module.dims} rotated dimensions of a head; RoPE turns pairs, so "
-                "the head size (times rotary_pct) must be even."
-            )
-    return model
+    return graft(model, args.attention)

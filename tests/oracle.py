@@ -3,6 +3,8 @@
 Nothing here is fast or clever, and nothing here imports the package.
 """
 
+import math
+
 import numpy as np
 
 
@@ -107,3 +109,70 @@ def ssa_temperature(x, weight, alpha, positions):
     token = np.tanh(np.einsum("btc,hc->bht", x, weight))
     growth = 1 / (1 + np.exp(-alpha))
     return token + 1 + growth[None, :, None] * np.log(positions + 1)[None, None]
+
+
+def tiled_heads(kv: np.ndarray, heads: int) -> np.ndarray:
+    """(B, Hkv, N, D) -> (B, H, N, D): query head h reads key head h % Hkv."""
+    return np.tile(kv, (1, heads // kv.shape[1], 1, 1))
+
+
+def stick_breaking_heads(q, k, v, scale, form, *parameters, tiled=False, attend_current=False):
+    """Stick-breaking with its remainder, and the heads normalised, (B, H, T, Dv).
+
+    ``parameters``: (head_bias,) for the form "head_bias"; (head_bias, weight, bias), the last two
+    over the joined heads, for "head_bias_norm".
+    """
+    k, v = ((tiled_heads if tiled else repeat_heads)(kv, q.shape[1]) for kv in (k, v))
+    out, remainder = stick_breaking(q, k, v, scale, attend_current)
+    for b, h, i in np.ndindex(*out.shape[:3]):
+        if form == "value":
+            out[b, h, i] += remainder[b, h, i] * v[b, h, i]
+        elif form != "none":
+            out[b, h, i] += remainder[b, h, i] * parameters[0][h]
+        if form == "head_bias_norm":
+            size = v.shape[3]
+            own = slice(h * size, (h + 1) * size)
+            x = out[b, h, i] - out[b, h, i].mean()
+            x /= np.sqrt((x**2).mean() + 1e-5)
+            out[b, h, i] = x * parameters[1][own] + parameters[2][own]
+    return out
+
+
+def ssa_tau(
+    x, projected, counts, token_map="none", weight=None, hidden=None, alpha=None, beta=None
+):
+    """One temperature of SSA, (B, H, T): 1 + token part + position part.
+
+    Args: x (B, T, C), the layer's input; projected (B, H, T, D), before RoPE; counts (B, T), the
+    visible keys. The position part has the form whose parameter is there.
+    """
+
+    def gelu(z):
+        return np.array([u * (1 + math.erf(u / math.sqrt(2))) / 2 for u in z])
+
+    tau = np.ones(projected.shape[:3])
+    for b, h, t in np.ndindex(*tau.shape):
+        if token_map == "linear":
+            tau[b, h, t] += np.tanh(weight[h] @ x[b, t])
+        elif token_map == "mlp":
+            tau[b, h, t] += np.tanh(weight[h] @ gelu(hidden @ x[b, t]))
+        elif token_map == "weight_sharing":
+            tau[b, h, t] += np.tanh(weight[h] @ gelu(projected[b, h, t]))
+        elif token_map == "feature_sharing":
+            tau[b, h, t] += np.tanh(weight @ projected[b, h, t])
+        if alpha is not None:
+            tau[b, h, t] += np.log(counts[b, t]) / (1 + np.exp(-alpha[h]))
+        if beta is not None:
+            tau[b, h, t] += np.log(counts[b, t]) * np.exp(-np.exp(beta))
+    return tau
+
+
+def rope(x, dims, base):
+    """x (B, H, T, D) with its first ``dims`` numbers turned, the first half against the second."""
+    out, half = x.copy(), dims // 2
+    for t, i in np.ndindex(x.shape[2], half):
+        angle = t * base ** (-2 * i / dims)
+        a, b = x[:, :, t, i], x[:, :, t, i + half]
+        out[:, :, t, i] = a * np.cos(angle) - b * np.sin(angle)
+        out[:, :, t, i + half] = b * np.cos(angle) + a * np.sin(angle)
+    return out

@@ -7,8 +7,9 @@ from .dolomite import DOLOMITE
 from .gpt_neox import GPT_NEOX
 from .layout import Layout
 from .llama import LLAMA
+from .own import OWN
 
-LAYOUTS: tuple[Layout, ...] = (LLAMA, GPT_NEOX, DOLOMITE)
+LAYOUTS: tuple[Layout, ...] = (LLAMA, GPT_NEOX, DOLOMITE, OWN)
 
 
 def find_layout(config: dict[str, Any]) -> Layout:

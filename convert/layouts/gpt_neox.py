@@ -23,6 +23,10 @@ def _config(source):
     return config
 
 
+#: what can have a temperature; the tensors of a key's are named by analogy
+_SSA_PARTS = ("query", "key", "value")
+
+
 def _attention(source):
     """The temperatures that the field ``selective_self_attention`` describes."""
     settings = source.get("selective_self_attention")
@@ -30,14 +34,25 @@ def _attention(source):
         return None
     if not isinstance(settings, dict):
         raise UserError("config.json: selective_self_attention must be an object.")
-    for name, supported in (("key", False), ("per_head", True)):
-        if settings.get(name, supported) is not supported:
+    defaults = {"query": True, "key": False, "value": True}
+    defaults |= {"token_aware": True, "position_aware": True, "per_head": True}
+    settings = defaults | {name: settings[name] for name in defaults if name in settings}
+    for name, value in settings.items():
+        if not isinstance(value, bool):
             raise UserError(
-                f"config.json: selective_self_attention.{name} {settings[name]!r} is not "
-                f"supported; expected {supported!r}."
+                f"config.json: selective_self_attention.{name} must be true or false, "
+                f"got {value!r}."
             )
-    parts = ("query", "value", "token_aware", "position_aware")
-    return {"kind": SSA.kind, **{part: settings.get(part, True) for part in parts}}
+    if not settings["per_head"]:
+        raise UserError(
+            "config.json: selective_self_attention.per_head False is not supported; expected True."
+        )
+    return {
+        "kind": SSA.kind,
+        **{part: settings[part] for part in _SSA_PARTS},
+        "token_map": "linear" if settings["token_aware"] else "none",
+        "position_map": "alpha" if settings["position_aware"] else "none",
+    }
 
 
 _SOURCE, _TARGET = "gpt_neox.layers.{i}.", "model.h.{i}."
@@ -65,10 +80,13 @@ GPT_NEOX = Layout(
     weights={
         "gpt_neox.embed_in.weight": "model.embed_in.weight",
         **{_SOURCE + part: _TARGET + part for part in _PARTS},
-        _SOURCE + "attention.ssa_query.weight": _TARGET + "attention.query_temperature.weight",
-        _SOURCE + "attention.ssa_query_alpha": _TARGET + "attention.query_temperature.alpha",
-        _SOURCE + "attention.ssa_value.weight": _TARGET + "attention.value_temperature.weight",
-        _SOURCE + "attention.ssa_value_alpha": _TARGET + "attention.value_temperature.alpha",
+        **{
+            f"{_SOURCE}attention.ssa_{part}{source}": (
+                f"{_TARGET}attention.{part}_temperature.{target}"
+            )
+            for part in _SSA_PARTS
+            for source, target in ((".weight", "weight"), ("_alpha", "alpha"))
+        },
         "gpt_neox.final_layer_norm.weight": "model.final_layer_norm.weight",
         "gpt_neox.final_layer_norm.bias": "model.final_layer_norm.bias",
         "embed_out.weight": "model.embed_out.weight",

@@ -1,8 +1,9 @@
 """How a checkpoint layout is described: one declarative weight map, and what its config means."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -20,20 +21,26 @@ class Rename:
     def targets(self) -> tuple[str, ...]:
         return (self.target,)
 
-    def apply(self, tensor: mx.array, heads: int) -> list[mx.array]:
+    def apply(self, tensor: mx.array, heads: int, shapes: list[tuple]) -> list[mx.array]:
         return [tensor]
 
 
 @dataclass(frozen=True)
 class PerHead:
-    """Rows are stored head by head, each head's parts after one another: (H, parts, D) rows."""
+    """Rows are stored key head by key head: its query heads, then the key, then the value.
+
+    (Hkv, H / Hkv + 2, D) rows; the targets are the projections of queries, keys and values.
+    """
 
     targets: tuple[str, ...]
 
-    def apply(self, tensor: mx.array, heads: int) -> list[mx.array]:
-        parts, rest = len(self.targets), tensor.shape[1:]
-        split = tensor.reshape(heads, parts, -1, *rest)
-        return [split[:, part].reshape(-1, *rest) for part in range(parts)]
+    def apply(self, tensor: mx.array, heads: int, shapes: list[tuple]) -> list[mx.array]:
+        queries, keys, *_ = (shape[0] for shape in shapes)
+        key_heads, rest = heads * keys // queries, tensor.shape[1:]
+        counts = [shape[0] // key_heads for shape in shapes]
+        by_key_head = tensor.reshape(key_heads, sum(counts), *rest)
+        parts = mx.split(by_key_head, list(accumulate(counts))[:-1], axis=1)
+        return [part.reshape(-1, *rest) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Stacked:
 
     targets: tuple[str, ...]
 
-    def apply(self, tensor: mx.array, heads: int) -> list[mx.array]:
+    def apply(self, tensor: mx.array, heads: int, shapes: list[tuple]) -> list[mx.array]:
         return mx.split(tensor, len(self.targets), axis=0)
 
 
@@ -56,28 +63,39 @@ class Layout:
     Args:
         name: what people call it.
         model_types: values of ``model_type`` in its config.json.
-        base_model_type: the mlx-lm model that computes it.
-        weights: source name -> rule; ``{i}`` stands for the layer index.
+        base_model_type: the mlx-lm model that computes it, or None where config.json tells.
+        weights: source name -> rule; ``{i}`` stands for the layer index. None: the tensors have
+            the names of the model's parameters.
         config: turns the source's config.json into the fields of the mlx-lm model.
         attention: the attention settings that the source's config.json implies, or None where
             it does not tell (then ``--attention`` does, and ``softmax`` is the default).
+        attention_by_tensors: the attention settings that config.json leaves open and the names
+            of the tensors tell.
         ignored: regular expressions of tensors that are no weights, such as buffers.
         field_names: mlx-lm's name of a config field -> the source's, where they differ.
+        hints: regular expressions of tensors -> what to do where one is missing or left over.
     """
 
     name: str
     model_types: tuple[str, ...]
-    base_model_type: str
-    weights: Mapping[str, str | PerHead | Stacked]
+    base_model_type: str | None
+    weights: Mapping[str, str | PerHead | Stacked] | None
     config: Callable[[dict[str, Any]], dict[str, Any]]
     attention: Callable[[dict[str, Any]], dict[str, Any] | None] = field(
         default=lambda config: None
     )
+    attention_by_tensors: Callable[[dict[str, Any], Iterable[str]], dict[str, Any]] = field(
+        default=lambda config, names: {}
+    )
     ignored: tuple[str, ...] = ()
     field_names: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
 
-    def rules(self, layers: int) -> Iterator[tuple[str, Rule]]:
-        """Every source name with its rule, for a model of so many layers."""
+    def rules(self, layers: int, parameters: Iterable[str]) -> Iterator[tuple[str, Rule]]:
+        """Every source name with its rule, for a model of so many layers and these parameters."""
+        if self.weights is None:
+            yield from ((name, Rename(name)) for name in parameters)
+            return
         for source, rule in self.weights.items():
             rule = Rename(rule) if isinstance(rule, str) else rule
             for index in range(layers) if "{i}" in source else [0]:
@@ -86,6 +104,11 @@ class Layout:
     def is_ignored(self, name: str) -> bool:
         """Whether a source tensor is known to be no weight."""
         return any(re.search(pattern, name) for pattern in self.ignored)
+
+    def hint(self, name: str) -> str:
+        """What to do where this tensor is missing or left over: " ..." or nothing."""
+        hints = (hint for pattern, hint in self.hints.items() if re.search(pattern, name))
+        return "".join(f" {hint}" for hint in hints)
 
 
 def _at(name: str, index: int) -> str:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..errors import UserError
-from .method import AttentionMethod, LayerCall
+from .method import AttentionMethod, AttentionShape, LayerCall
+from .mixed import Mixed
 from .selective import Selective, selective_attention
 from .softmax import Softmax
 from .ssa import SSA, ssa_attention
@@ -16,17 +17,25 @@ METHODS: dict[str, type[AttentionMethod]] = {
 
 
 def method_from_dict(attention: Any) -> AttentionMethod:
-    """The method that config.json's ``attention`` object describes.
+    """The method that config.json's ``attention`` describes.
 
     Args:
-        attention: ``{"kind": "selective", "budget": 256}`` and the like.
+        attention: an object, ``{"kind": "selective", "budget": 256}`` and the like, or a list of
+            such objects, one a layer.
 
     Raises:
-        UserError: if it is no object, or its kind or a field is unknown.
+        UserError: if it is neither, or a kind or a field is unknown.
     """
+    if isinstance(attention, list) and attention:
+        return Mixed(tuple(map(_layer_method, attention)))
+    return _layer_method(attention)
+
+
+def _layer_method(attention: Any) -> AttentionMethod:
     if not isinstance(attention, dict) or "kind" not in attention:
         raise UserError(
-            f'attention must be an object such as {{"kind": "selective"}}, got {attention!r}.'
+            'attention must be an object such as {"kind": "selective"}, or a list with one for '
+            f"each layer; got {attention!r}."
         )
     settings = dict(attention)
     kind = settings.pop("kind")
@@ -39,7 +48,9 @@ __all__ = [
     "METHODS",
     "SSA",
     "AttentionMethod",
+    "AttentionShape",
     "LayerCall",
+    "Mixed",
     "Selective",
     "Softmax",
     "StickBreaking",

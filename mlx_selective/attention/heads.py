@@ -78,3 +78,23 @@ def masked_softmax(z: mx.array, visible: mx.array) -> mx.array:
     """
     z = mx.where(visible, z, mx.finfo(mx.float32).min)
     return mx.where(visible, mx.softmax(z, axis=-1), 0)
+
+
+def untile_heads(x: mx.array, key_heads: int) -> mx.array:
+    """Brings tiled query heads together by the key head they share.
+
+    Args:
+        x: (B, H, ...); head h belongs to key head h % key_heads.
+        key_heads: Hkv, which divides H.
+
+    Returns:
+        (B, H, ...); head h belongs to key head h // (H / Hkv), as everywhere else here.
+    """
+    batch, heads, *rest = x.shape
+    x = x.reshape(batch, heads // key_heads, key_heads, *rest)
+    return x.swapaxes(1, 2).reshape(batch, heads, *rest)
+
+
+def tile_heads(x: mx.array, key_heads: int) -> mx.array:
+    """Takes back :func:`untile_heads`: (B, H, ...) to (B, H, ...)."""
+    return untile_heads(x, x.shape[1] // key_heads)

@@ -16,13 +16,38 @@ from mlx_lm.models.cache import KVCache
 from ..errors import UserError
 
 
-class LayerCall:
-    """One call of one grafted layer. It takes the place of the cache in mlx-lm's own code.
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one attention layer, as they arrive at the attention function.
 
-    That code projects, applies norms and RoPE at ``cache.offset``, calls
-    ``cache.update_and_fetch`` and then ``scaled_dot_product_attention(..., cache=cache)``,
-    which a grafted layer sends to :meth:`attend`. There is always a LayerCall, with or without
-    a cache behind it.
+    Args:
+        features: width C of the layer's input.
+        heads: query heads H.
+        key_heads: key and value heads Hkv.
+        head_size: size D of a query or key.
+        value_size: size Dv of a value.
+        rotated: how many dimensions of a head RoPE turns; 0 where the layer has none.
+        shows_projections: whether :meth:`LayerCall.rotate` gets all queries and then all keys
+            as they were projected, or there is no RoPE.
+    """
+
+    features: int
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+    rotated: int
+    shows_projections: bool = False
+
+
+class LayerCall:
+    """One call of one grafted layer: what mlx-lm's own attention code meets on its way.
+
+    That code projects, applies norms, turns queries and then keys by ``rope`` from
+    ``cache.offset`` on, calls ``cache.update_and_fetch``, and then
+    ``scaled_dot_product_attention(..., cache=cache)``. In a grafted layer the cache is a
+    LayerCall (there always is one, with or without a cache behind it), ``rope`` is
+    :meth:`rotate`, and the attention function is :meth:`attend`.
 
     Args:
         method: the layer's settings.
@@ -33,11 +58,16 @@ class LayerCall:
 
     def __init__(self, method: "AttentionMethod", attention: nn.Module, x: mx.array, cache: Any):
         self.method = method
+        self.attention = attention
         self.cache = cache
         self.offset = 0 if cache is None else cache.offset
         # The layer's own mask: the one the model built belongs to another layer's cache, and
         # layers may keep different numbers of keys.
         self.mask = create_attention_mask(x, cache)
+
+    def rotate(self, rope: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Queries or keys (B, H, T, D) turned by their position: ``rope(x, offset=...)``."""
+        return rope(x, *args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Stores the new keys and values (B, Hkv, T, D); returns all that the queries may see."""
@@ -56,6 +86,8 @@ class AttentionMethod:
 
     kind: ClassVar[str]
     call: ClassVar[type[LayerCall]]
+    #: whether its cache can be held to a budget of keys
+    prunable: ClassVar[bool] = False
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> "AttentionMethod":
@@ -73,8 +105,8 @@ class AttentionMethod:
                 )
         return cls(**settings)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The ``attention`` object of config.json."""
+    def to_dict(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The ``attention`` object of config.json (a list where layers have their own)."""
         return {"kind": self.kind, **asdict(self)}
 
     def for_layer(self, layer: int, layers: int) -> "AttentionMethod":
@@ -92,12 +124,28 @@ class AttentionMethod:
             "(leave out --budget)."
         )
 
-    def install(self, attention: nn.Module, args: Any) -> None:
-        """Prepares mlx-lm's attention module: new parameters, or parts taken out.
+    def check(self, attention: nn.Module, shape: AttentionShape) -> None:
+        """Refuses a layer that cannot take the method, before any layer changes.
+
+        Args:
+            attention: mlx-lm's attention module.
+            shape: its sizes.
+
+        Raises:
+            UserError: telling why.
+        """
+        if shape.rotated % 2:
+            raise UserError(
+                f"{shape.rotated} rotated dimensions of a head; RoPE turns pairs, so the head size "
+                "(times the rotated part of it) must be even."
+            )
+
+    def install(self, attention: nn.Module, shape: AttentionShape) -> None:
+        """Gives mlx-lm's attention module the method's own parameters.
 
         Args:
             attention: the module of one layer.
-            args: the ModelArgs of the mlx-lm model.
+            shape: its sizes.
         """
 
     def make_cache(self) -> Any:

@@ -2,13 +2,14 @@
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import _BaseCache
+
+from .batch import BatchRows
 
 #: The first token and the newest one never leave.
 MIN_BUDGET = 2
 
 
-class PrunedKVCache(_BaseCache):
+class PrunedKVCache(BatchRows):
     """Keys, values, positions and F of the tokens that one layer keeps.
 
     A call of the layer appends its tokens (:meth:`update_and_fetch`), attends, and hands back
@@ -20,7 +21,8 @@ class PrunedKVCache(_BaseCache):
     slot. Until the budget is reached, slots grow in steps as in mlx-lm's KVCache. From then on
     there are budget + 1 of them and the next token takes the place of the key evicted last, so
     decoding writes one slot and moves nothing. Rows are independent: each has its own offset,
-    kept keys and empty slot.
+    kept keys and empty slot, and padding among the new tokens is never kept (see
+    :class:`~mlx_selective.cache.batch.BatchRows`).
 
     Args:
         budget: keys to keep, at least 2, or None to keep all (F is tracked all the same).
@@ -30,7 +32,8 @@ class PrunedKVCache(_BaseCache):
         positions: (B, slots) int32.
         F: (B, slots) float32.
         hole: (B, 1) int32, an empty slot of each row once the budget is reached, else None.
-        offsets: tokens seen by each row, its next position.
+        query_positions: (B, T) int32, positions of the tokens that came last, negative for padding.
+        offsets: tokens seen by each row, its next position (negative: left padding to come).
         kept: keys kept in each row.
     """
 
@@ -39,6 +42,7 @@ class PrunedKVCache(_BaseCache):
     def __init__(self, budget: int | None = None):
         self.budget = budget
         self.keys = self.values = self.positions = self.F = self.hole = None
+        self.query_positions: mx.array | None = None
         self.offsets: list[int] = []
         self.kept: list[int] = []
         self._live = 0
@@ -67,7 +71,7 @@ class PrunedKVCache(_BaseCache):
             raise ValueError(f"this cache holds {len(self.offsets)} rows, the call has {B}.")
         if not self.offsets:
             self.offsets, self.kept = [0] * B, [0] * B
-        new = _column(self.offsets) + mx.arange(T)
+        new, tokens = self._positions_of_next(T)
         if self.hole is not None and T == 1:
             self._live = self.keys.shape[2]
             self._write_hole(keys, values, new)
@@ -75,8 +79,8 @@ class PrunedKVCache(_BaseCache):
             if self.hole is not None:
                 self._close_ranks()
             self._append(keys, values, new)
-        self.offsets = [offset + T for offset in self.offsets]
-        self.kept = [kept + T for kept in self.kept]
+        self.query_positions = new
+        self.kept = [kept + more for kept, more in zip(self.kept, tokens, strict=True)]
         return self.keys[:, :, : self._live], self.values[:, :, : self._live]
 
     @property
@@ -97,7 +101,8 @@ class PrunedKVCache(_BaseCache):
         self.kept = [kept - gone for kept, gone in zip(self.kept, evict, strict=True)]
         if not any(evict):
             self.F[:, :live] = F
-            if self.hole is not None:  # below the budget again, which was raised
+            # Padding left gaps, or a row below the budget again (which was raised) has a hole.
+            if live > max(self.kept) or self.hole is not None:
                 self._close_ranks()
         elif max(evict) == 1 and live == budget + 1:
             self.F = F

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 
+from ..builtin import BUILTIN_MODEL
 from ..cache import account, make_prompt_cache
 from ..errors import UserError
 from ..loading import load
@@ -14,12 +15,14 @@ from .options import (
     sampler_from,
     unicode_text,
 )
+from .prompt_cache_file import PromptCacheFile, continued_prompt
 from .stream import generate, stream_generate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of mlx_lm.generate that apply, --budget and --format."""
     add_model_arguments(parser)
+    parser.set_defaults(model=None)  # a prompt cache names its own
     parser.add_argument(
         "--prompt",
         "-p",
@@ -38,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="json prints one object: the text, the counts, and what the cache kept.",
     )
+    parser.add_argument(
+        "--prompt-cache-file",
+        help="File that cache_prompt saved; the prompt goes on from it, in the same model.",
+    )
     add_sampling_arguments(parser, max_tokens=100, seed=None)
 
 
@@ -48,20 +55,44 @@ def run(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if typed == "-" else typed
     if not text:
         raise UserError("the prompt is empty; give --prompt some text.")
-    model, tokenizer = load(args.model, args.budget, adapter_path=args.adapter_path)
-    prompt = text
-    if not args.ignore_chat_template:
-        prompt = chat_prompt(tokenizer, text, args.system_prompt)
+    if args.prompt_cache_file is None:
+        model, tokenizer = load(
+            args.model or BUILTIN_MODEL, args.budget, adapter_path=args.adapter_path
+        )
+        prompt, cache = text, make_prompt_cache(model)
+        if not args.ignore_chat_template:
+            prompt = chat_prompt(tokenizer, text, args.system_prompt)
+    else:
+        model, tokenizer, prompt, cache = _continue(args, text)
     options = {
         "max_tokens": args.max_tokens,
         "sampler": sampler_from(args, model),
         "prefill_step_size": args.prefill_step_size,
-        "prompt_cache": make_prompt_cache(model),
+        "prompt_cache": cache,
     }
     if args.format == "text":
         generate(model, tokenizer, prompt, verbose=True, **options)
-        return
-    pieces = list(stream_generate(model, tokenizer, prompt, **options))
+    else:
+        _print_json(list(stream_generate(model, tokenizer, prompt, **options)), cache)
+
+
+def _continue(args, text):
+    """Model, tokenizer, prompt and cache where --prompt-cache-file holds the beginning."""
+    for flag, value in (("--budget", args.budget), ("--system-prompt", args.system_prompt)):
+        if value is not None:
+            raise UserError(f"{flag}: the prompt of --prompt-cache-file has its own; leave it out.")
+    saved = PromptCacheFile(args.prompt_cache_file)
+    if args.model is not None:
+        saved.check_model(args.model)
+    model, tokenizer = load(
+        saved.model, tokenizer_config=saved.tokenizer_config, adapter_path=args.adapter_path
+    )
+    saved.check_fits(model)
+    prompt = continued_prompt(tokenizer, text, raw=args.ignore_chat_template)
+    return model, tokenizer, prompt, saved.caches
+
+
+def _print_json(pieces, cache):
     last = pieces[-1]
     record = {
         "text": "".join(piece.text for piece in pieces),
@@ -69,6 +100,6 @@ def run(args: argparse.Namespace) -> None:
         "generation_tokens": last.generation_tokens,
         "generation_tps": last.generation_tps,
         "peak_memory": last.peak_memory,
-        "cache": account(options["prompt_cache"]).to_json(),
+        "cache": account(cache).to_json(),
     }
     print(json.dumps(record))  # ASCII: no character that steers a terminal

@@ -17,6 +17,7 @@ def between(kind: type, low: float, high: float = math.inf) -> Callable[[str], A
     """argparse type: a finite int or float from low to high."""
 
     def parse(text: str):
+        """The number that a flag gives, if it lies within the bounds."""
         value = kind(text)
         if not low <= value <= high or value == math.inf:
             bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"

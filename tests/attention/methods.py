@@ -14,7 +14,9 @@ from mlx_selective import selective_attention, ssa_attention, stick_breaking_att
 class Case:
     """One method: ``run`` on MLX arrays and ``truth`` on NumPy ones, both (q, k, v, scale).
 
-    ``block_size`` is passed on, so that short sequences take several blocks too.
+    ``run`` takes further: ``block_size``, so that short sequences take several blocks too;
+    ``segment_ids`` for packed documents; ``real`` (B, N), False where a token is padding;
+    ``prefix``, the number of keys that stand before the queries.
     """
 
     name: str
@@ -27,38 +29,81 @@ class Case:
 
 def temperatures(shape, seed=5):
     """Positive temperatures around 1 for (B, H, T), the same in every row of the batch."""
-    row = np.random.default_rng(seed).uniform(0.4, 2.0, shape[1:]).astype(np.float32)
-    return np.broadcast_to(row, shape)
+    row = np.random.default_rng(seed).uniform(0.4, 2.0, (shape[1], 500)).astype(np.float32)
+    return np.broadcast_to(row[:, : shape[2]], shape)
 
 
-def _ssa(q, k, v, scale, **options):
-    tau_q, tau_v = temperatures(q.shape[:3]), temperatures(k.shape[:3], 6)
+def tokens_before(real, segment_ids, shape):
+    """How many real tokens of its document stand before each token, (B, N)."""
+    B, N = shape
+    real = np.ones((B, N), bool) if real is None else np.array(real)
+    ids = np.zeros(N) if segment_ids is None else np.array(segment_ids)
+    count = np.zeros((B, N), np.int32)
+    for b, n in np.ndindex(B, N):
+        begin = n
+        while begin > 0 and ids[begin - 1] == ids[n]:
+            begin -= 1
+        count[b, n] = real[b, begin:n].sum()
+    return count
+
+
+def _selective(q, k, v, scale, real=None, prefix=0, **options):
+    B, N = k.shape[0], k.shape[2]
+    if real is not None:
+        positions = np.where(real, tokens_before(real, None, (B, N)), -1)
+        options["key_positions"] = mx.array(positions.astype(np.int32))
+    if prefix:
+        # what the queries before these have left on the keys
+        before = [a[:, :, :prefix] for a in (options.pop("all_queries"), k, v)]
+        _, F = selective_attention(*before, scale=scale, return_F=True)
+        options["F"] = mx.pad(F, ((0, 0), (0, N - prefix)))
+    options.pop("all_queries", None)
+    return selective_attention(q, k, v, scale=scale, **options)
+
+
+def _ssa(q, k, v, scale, real=None, prefix=0, all_queries=None, segment_ids=None, **options):
+    """Temperatures go with a token's place in its document, so that they move with it."""
+    B, N = k.shape[0], k.shape[2]
     if isinstance(q, np.ndarray):
+        tau_q, tau_v = temperatures(q.shape[:3]), temperatures(k.shape[:3], 6)
         return oracle.ssa(q, k, v, tau_q, tau_v, scale)
-    return ssa_attention(q, k, v, mx.array(tau_q), mx.array(tau_v), scale=scale, **options)
+    place = tokens_before(real, segment_ids, (B, N))
+    tau_q, tau_v = (
+        np.take_along_axis(temperatures((B, heads, N), seed), place[:, None], axis=2)
+        for heads, seed in ((q.shape[1], 5), (k.shape[1], 6))
+    )
+    return ssa_attention(
+        q,
+        k,
+        v,
+        mx.array(tau_q)[:, :, N - q.shape[2] :],
+        mx.array(tau_v),
+        scale=scale,
+        mask=None if real is None else mx.array(real)[:, None, None],
+        segment_ids=segment_ids,
+        **options,
+    )
+
+
+def _stick_breaking(attend_current):
+    def run(q, k, v, scale, real=None, prefix=0, all_queries=None, **options):
+        mask = None if real is None else mx.array(real)[:, None, None]
+        return stick_breaking_attention(
+            q, k, v, scale=scale, attend_current=attend_current, mask=mask, **options
+        )[0]
+
+    return run
+
+
+def _stick_breaking_truth(attend_current):
+    return lambda q, k, v, scale: oracle.stick_breaking(q, k, v, scale, attend_current)[0]
 
 
 CASES = [
-    Case(
-        "selective",
-        lambda q, k, v, scale, **options: selective_attention(q, k, v, scale=scale, **options),
-        lambda q, k, v, scale: oracle.selective(q, k, v, scale)[0],
-    ),
+    Case("selective", _selective, lambda q, k, v, scale: oracle.selective(q, k, v, scale)[0]),
     Case("ssa", _ssa, _ssa),
-    Case(
-        "stick_breaking",
-        lambda *qkv, scale=None, **options: stick_breaking_attention(
-            *qkv[:3], scale=qkv[3], **options
-        )[0],
-        lambda q, k, v, scale: oracle.stick_breaking(q, k, v, scale)[0],
-    ),
-    Case(
-        "stick_breaking current",
-        lambda *qkv, scale=None, **options: stick_breaking_attention(
-            *qkv[:3], scale=qkv[3], attend_current=True, **options
-        )[0],
-        lambda q, k, v, scale: oracle.stick_breaking(q, k, v, scale, attend_current=True)[0],
-    ),
+    Case("stick_breaking", _stick_breaking(False), _stick_breaking_truth(False)),
+    Case("stick_breaking current", _stick_breaking(True), _stick_breaking_truth(True)),
 ]
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from methods import error, float64, random_qkv, temperatures
+from methods import CASES, error, float64, random_qkv, temperatures
 
 from mlx_selective import selective_attention, ssa_attention, stick_breaking_attention
 
@@ -109,6 +109,23 @@ def test_ssa(block_size):
         [q, k, v, mx.array(tau_q), mx.array(tau_v)],
         [*truths, tau_q.astype(np.float64), tau_v.astype(np.float64)],
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("block_size", [64, 4], ids=["one block", "recomputed blocks"])
+def test_gradients_stop_at_the_borders_of_documents(case, block_size):
+    """Packed documents have the gradients of separate ones, in every argument."""
+    arrays, truths = random_qkv(7, B=1, H=2, Hkv=1, T=8, D=4)
+    ids = mx.array([4, 4, 4, 1, 1, 1, 1, 1])
+
+    def run(*qkv):
+        return (case.run(*qkv, SCALE, segment_ids=ids, block_size=block_size),)
+
+    def truth(*qkv):
+        parts = [[a[:, :, part] for a in qkv] for part in (slice(0, 3), slice(3, 8))]
+        return (np.concatenate([case.truth(*part, SCALE) for part in parts], axis=2),)
+
+    check(run, truth, arrays, truths)
 
 
 @pytest.mark.parametrize("name", ["selective", "stick_breaking", "ssa"])

@@ -39,6 +39,105 @@ def test_grouped_heads_are_repeated_heads(case, H, Hkv):
 
 
 @cases
+@pytest.mark.parametrize("D, Dv", [(1, 1), (5, 3), (33, 7), (127, 64)])
+def test_odd_head_sizes(case, D, Dv):
+    (q, k, v), truth = random_qkv(D, T=33, D=D, Dv=Dv)
+    scale = D**-0.5
+    assert error(case.run(q, k, v, scale, block_size=16), case.truth(*truth, scale)) < 2e-6
+
+
+@cases
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("T, D", [(7, 33), (127, 64)])
+def test_half_precision_is_the_float32_method_rounded(case, dtype, T, D):
+    """The error as a ratio of root mean squares, against plain float32 on the same values."""
+    halves, _ = random_qkv(T, T=T, D=D, dtype=dtype)
+    exact = case.run(*(a.astype(mx.float32) for a in halves), D**-0.5)
+    output = case.run(*halves, D**-0.5)
+    assert output.dtype == halves[0].dtype
+    tolerance = SSA_TOLERANCE if case.name == "ssa" else TOLERANCE
+    assert error(output, float64(exact)) < tolerance[dtype]
+
+
+@cases
+@few_examples
+@given(seed=st.integers(0, 99), prefix=st.integers(1, 30), T=st.integers(1, 12), data=st.data())
+def test_queries_on_a_prefix_are_the_end_of_the_whole(case, seed, prefix, T, data):
+    """Several queries at once against keys before them, and the same queries one by one."""
+    (q, k, v), truth = random_qkv(seed, T=prefix + T)
+    expected = case.truth(*truth, 0.3)[:, :, prefix:]
+    block = data.draw(st.sampled_from([5, 64]))
+    own = q[:, :, prefix:]
+    several = case.run(own, k, v, 0.3, prefix=prefix, all_queries=q, block_size=block)
+    assert error(several, expected) < 1e-5
+    for i in range(T):
+        end = prefix + i + 1
+        one = [q[:, :, end - 1 : end], k[:, :, :end], v[:, :, :end]]
+        output = case.run(*one, 0.3, prefix=end - 1, all_queries=q)
+        assert error(output, expected[:, :, i : i + 1]) < 1e-5
+
+
+@cases
+@few_examples
+@given(
+    seed=st.integers(0, 99),
+    T=st.integers(1, 24),
+    pads=st.lists(st.integers(0, 5), min_size=2, max_size=2),
+    where=st.sampled_from(["left", "right", "anywhere"]),
+    block=st.sampled_from([4, 64]),
+)
+def test_padding_is_as_if_it_were_not_there(case, seed, T, pads, where, block):
+    """Rows with rubbish on their left (or right, or in between) have the outputs of clean rows."""
+    (q, k, v), truth = random_qkv(seed, T=T)
+    expected = case.truth(*truth, 0.3)
+    N, rng = T + max(pads), np.random.default_rng(seed)
+    real = np.zeros((2, N), bool)
+    for row in range(2):
+        slots = {"left": range(N - T, N), "right": range(T)}.get(where)
+        real[row, sorted(rng.permutation(N)[:T]) if slots is None else slots] = True
+    padded = [np.full((2, a.shape[1], N, a.shape[3]), 40.0, np.float32) for a in (q, k, v)]
+    for array, clean in zip(padded, (q, k, v), strict=True):
+        for row in range(2):
+            array[row, :, real[row]] = np.array(clean)[row].swapaxes(0, 1)
+    output = float64(case.run(*map(mx.array, padded), 0.3, real=real, block_size=block))
+    assert np.isfinite(output).all()
+    for row in range(2):
+        assert error(output[row][:, real[row]], expected[row]) < 1e-5
+
+
+@cases
+@few_examples
+@given(
+    seed=st.integers(0, 99),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    block=st.sampled_from([4, 64]),
+)
+def test_packed_documents_are_as_if_separate(case, seed, lengths, block):
+    """F and sticks stop at the borders; a run of an id that was there before is a new document."""
+    (q, k, v), truth = random_qkv(seed, T=sum(lengths))
+    ids = mx.array(np.repeat([7, 3, 7, 0][: len(lengths)], lengths))
+    output = float64(case.run(q, k, v, 0.3, segment_ids=ids, block_size=block))
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = case.truth(*(a[:, :, part] for a in truth), 0.3)
+        assert error(output[:, :, part], alone) < 1e-5
+        start += length
+
+
+@cases
+@pytest.mark.parametrize("ids", [mx.zeros((5,), mx.int32), mx.zeros((7,)), mx.zeros((3, 7))])
+def test_segment_ids_that_do_not_fit_are_told(case, ids):
+    (q, k, v), _ = random_qkv(0, T=7)
+    function = {"selective": selective_attention, "ssa": ssa_attention}.get(
+        case.name, stick_breaking_attention
+    )
+    extra = (None, None) if case.name == "ssa" else ()
+    with pytest.raises(ValueError, match="segment_ids must be integers, one for each of 7 keys"):
+        function(q, k, v, *extra, scale=1.0, segment_ids=ids)
+
+
+@cases
 @few_examples
 @given(seed=st.integers(0, 99), T=st.integers(1, 40), block=st.integers(1, 48))
 def test_blocks_of_queries_change_nothing(case, seed, T, block):

@@ -102,7 +102,7 @@ def test_order_of_slots_and_empty_slots_do_not_matter(seed, n, empty):
         mx.concatenate([k, *rubbish], axis=2)[:, :, slots],
         mx.concatenate([v, *rubbish], axis=2)[:, :, slots],
         scale=0.3,
-        query_offset=n,
+        query_positions=mx.array([n]),
         key_positions=positions[slots],
         F=mx.concatenate([F, mx.zeros((1, empty))], axis=1)[:, slots],
         return_F=True,
@@ -117,10 +117,7 @@ def test_rows_may_stand_at_different_positions():
     (q, k, v), _ = random_qkv(2, B=2, T=6)
     F = mx.array(np.random.default_rng(0).uniform(0, 1, (2, 6)).astype(np.float32))
     positions = mx.array([[0, 1, 2, 3, 4, 5], [4, 7, 9, 11, 20, 21]])
-    query_offset = mx.array([4, 20])
-    both = selective_attention(
-        q[:, :, -2:], k, v, scale=0.3, query_offset=query_offset, key_positions=positions, F=F
-    )
+    both = selective_attention(q[:, :, -2:], k, v, scale=0.3, key_positions=positions, F=F)
     for row in range(2):
         one = slice(row, row + 1)
         alone = selective_attention(
@@ -128,7 +125,7 @@ def test_rows_may_stand_at_different_positions():
             k[one],
             v[one],
             scale=0.3,
-            query_offset=int(query_offset[row]),
+            query_positions=positions[row, -2:],
             key_positions=positions[row],
             F=F[one],
         )
@@ -156,9 +153,7 @@ def test_left_padding_is_negative_positions():
     (q, k, v), _ = random_qkv(5, B=2, T=9)
     pads = mx.array([0, 4])
     positions = mx.arange(9)[None] - pads[:, None]
-    both, F = selective_attention(
-        q, k, v, scale=0.4, query_offset=-pads, key_positions=positions, return_F=True
-    )
+    both, F = selective_attention(q, k, v, scale=0.4, key_positions=positions, return_F=True)
     for row, n in enumerate([0, 4]):
         one = slice(row, row + 1)
         alone, F_alone = selective_attention(
@@ -175,7 +170,7 @@ def test_padding_has_no_gradient():
 
     def loss(q, k, v):
         positions = mx.arange(6)[None] - 2
-        out = selective_attention(q, k, v, scale=0.4, query_offset=-2, key_positions=positions)
+        out = selective_attention(q, k, v, scale=0.4, key_positions=positions)
         return (out**2).sum()
 
     for gradient in mx.grad(loss, argnums=(0, 1, 2))(q, k, v):

@@ -8,6 +8,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer import SCALE, kept, run
 from methods import error, float64, random_qkv
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -17,53 +18,9 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from mlx_selective import PrunedKVCache, account, selective_attention
+from mlx_selective import PrunedKVCache, account
 
-SCALE = 0.6
 few_examples = settings(max_examples=25, deadline=None)
-
-
-def run(cache, q, k, v, chunks, fed=None):
-    """Feeds a sequence in chunks, as a layer does; returns all outputs.
-
-    ``fed`` is where in q, k and v the next tokens stand; by default at the cache's offset.
-    """
-    outputs, start = [], cache.offset if fed is None else fed
-    for chunk in chunks:
-        offset = cache.offset
-        part = slice(start, start + chunk)
-        keys, values = cache.update_and_fetch(k[:, :, part], v[:, :, part])
-        output, F = selective_attention(
-            q[:, :, part],
-            keys,
-            values,
-            scale=SCALE,
-            query_offset=offset,
-            key_positions=cache.live_positions,
-            F=cache.live_F,
-            return_F=True,
-        )
-        cache.prune(F)
-        outputs.append(output)
-        start += chunk
-    return mx.concatenate(outputs, axis=2)
-
-
-def kept(cache):
-    """Kept positions of each row in order, their F, keys and values."""
-    positions = np.array(cache.positions)[:, : cache.size() + (cache.hole is not None)]
-    rows = []
-    for row, held in enumerate(positions):
-        slots = [slot for slot in np.argsort(held) if held[slot] >= 0]
-        rows.append(
-            (
-                held[slots],
-                np.array(cache.F)[row, slots],
-                np.array(cache.keys)[row][:, slots],
-                np.array(cache.values)[row][:, slots],
-            )
-        )
-    return [np.stack(part) for part in zip(*rows, strict=True)]
 
 
 @st.composite
@@ -142,96 +99,6 @@ def test_rows_prune_independently():
         assert (kept(alone)[0][0] == kept(together)[0][row]).all()
         rows.add(tuple(kept(together)[0][row]))
     assert len(rows) == 3, "the rows of this test should keep different keys"
-
-
-def stack(caches, budget):
-    """One cache whose rows are given caches of one sequence each, at different places."""
-    width = budget + 1
-    parts = {name: [] for name in ("keys", "values", "positions", "F", "hole")}
-    for cache in caches:
-        room = [(0, 0)] * 3
-        used = min(cache.keys.shape[2], width)
-        room[2] = (0, width - used)
-        parts["keys"].append(mx.pad(cache.keys[:, :, :used], [*room, (0, 0)]))
-        parts["values"].append(mx.pad(cache.values[:, :, :used], [*room, (0, 0)]))
-        parts["positions"].append(
-            mx.pad(cache.positions[:, :used], room[1:], constant_values=mx.array(-1))
-        )
-        parts["F"].append(mx.pad(cache.F[:, :used], room[1:]))
-        parts["hole"].append(mx.argmin(parts["positions"][-1], axis=1, keepdims=True))
-    together = PrunedKVCache(budget)
-    together.offsets = [cache.offset for cache in caches]
-    together.kept = [cache.size() for cache in caches]
-    for name, part in parts.items():
-        setattr(together, name, mx.concatenate(part, axis=0))
-    return together
-
-
-@few_examples
-@given(
-    seed=st.integers(0, 999),
-    lengths=st.lists(st.integers(2, 20), min_size=2, max_size=3),
-    chunks=st.lists(st.sampled_from([1, 1, 1, 2, 6]), min_size=1, max_size=12),
-)
-def test_rows_at_different_offsets_go_on_as_alone(seed, lengths, chunks):
-    """Each row has its own offset, kept keys and empty slot; only slots are shared."""
-    budget = 6
-    (q, k, v), _ = random_qkv(seed, B=len(lengths), T=max(lengths) + sum(chunks))
-    begun, alone, expected = [], [], []
-    for row, length in enumerate(lengths):
-        one = slice(row, row + 1)
-        cache = PrunedKVCache(budget)
-        run(cache, q[one], k[one], v[one], [length])
-        begun.append(copy.deepcopy(cache))
-        expected.append(run(cache, q[one], k[one], v[one], chunks))
-        alone.append(cache)
-    together = stack(begun, budget)
-    # each row's own next tokens, side by side
-    q, k, v = (
-        mx.stack([a[row, :, n : n + sum(chunks)] for row, n in enumerate(lengths)])
-        for a in (q, k, v)
-    )
-    output = run(together, q, k, v, chunks, fed=0)
-    for row, cache in enumerate(alone):
-        assert error(output[row : row + 1], float64(expected[row])) < 1e-5
-        held = [position for position in np.array(together.positions)[row] if position >= 0]
-        assert sorted(held) == kept(cache)[0][0].tolist()
-        assert together.offsets[row] == lengths[row] + sum(chunks)
-        assert together.kept[row] == cache.size() == len(held)
-
-
-@few_examples
-@given(
-    seed=st.integers(0, 999),
-    lengths=st.lists(st.integers(2, 20), min_size=2, max_size=3),
-    later=st.sampled_from([3, 8, 30, None]),
-)
-def test_rows_of_their_own_under_another_budget(seed, lengths, later):
-    """Whatever was kept before, every row afterwards holds what it would hold alone."""
-    chunks = [1, 1, 1, 1, 3, 1]
-    (q, k, v), _ = random_qkv(seed, B=len(lengths), T=max(lengths) + 4 + sum(chunks))
-    alone = []
-    for row, length in enumerate(lengths):
-        one = slice(row, row + 1)
-        cache = PrunedKVCache(6)
-        run(cache, q[one], k[one], v[one], [length])
-        alone.append(cache)
-    together = stack([copy.deepcopy(cache) for cache in alone], 6)
-    q, k, v = (
-        mx.stack([a[row, :, n : n + 4 + sum(chunks)] for row, n in enumerate(lengths)])
-        for a in (q, k, v)
-    )
-    run(together, q, k, v, [1, 1, 2], fed=0)
-    together.budget = later
-    run(together, q, k, v, chunks, fed=4)
-    for row, cache in enumerate(alone):
-        one = slice(row, row + 1)
-        run(cache, q[one], k[one], v[one], [1, 1, 2], fed=0)
-        cache.budget = later
-        run(cache, q[one], k[one], v[one], chunks, fed=4)
-        held = np.array(together.positions)[row]
-        assert sorted(held[held >= 0]) == kept(cache)[0][0].tolist()
-        assert together.kept[row] == cache.size()
 
 
 def test_a_call_that_was_not_ended_is_told():

@@ -135,7 +135,7 @@ def gpt_neox(tensors, config, ids, attention=softmax_attention):
     size = config["hidden_size"] // heads
     rotated = int(size * config["rotary_pct"])
     activation = gelu if config["hidden_act"] == "gelu" else gelu_tanh
-    settings = config.get("selective_self_attention") or {"query": False, "value": False}
+    settings = config.get("selective_self_attention") or {}
     x = tensors["gpt_neox.embed_in.weight"][ids]
     for i in range(config["num_hidden_layers"]):
         layer = f"gpt_neox.layers.{i}."
@@ -144,9 +144,11 @@ def gpt_neox(tensors, config, ids, attention=softmax_attention):
         qkv = split(linear(h, tensors, layer + "attention.query_key_value"), heads)
         q, k, v = np.split(qkv, 3, axis=-1)
         q, k = (rope(part, rotated, config["rotary_emb_base"]) for part in (q, k))
-        if settings["query"]:
+        if settings.get("query"):
             q = q * temperature(h, tensors, layer + "attention.ssa_query", settings)
-        if settings["value"]:
+        if settings.get("key"):
+            k = k * temperature(h, tensors, layer + "attention.ssa_key", settings)
+        if settings.get("value"):
             v = v * temperature(h, tensors, layer + "attention.ssa_value", settings)
         attended = merge(attention(q, k, v, size**-0.5))
         attended = linear(attended, tensors, layer + "attention.dense")
@@ -158,6 +160,18 @@ def gpt_neox(tensors, config, ids, attention=softmax_attention):
     return x @ tensors["embed_out.weight"].T
 
 
+def grouped_qkv(rows, config):
+    """Rows of c_attn, per key head [its query heads; k; v], as q, k, v of as many heads."""
+    key_heads = config["num_key_value_heads"]
+    size, each = config["n_embd"] // config["n_head"], config["n_head"] // key_heads
+    parts = rows.reshape(len(rows), key_heads, each + 2, size)
+    q = parts[:, :, :each].reshape(len(rows), -1, size).swapaxes(0, 1)
+    k, v = (parts[:, :, part].swapaxes(0, 1) for part in (each, each + 1))
+    if config.get("attention", {}).get("grouping") == "interleaved":
+        return q, np.repeat(k, each, axis=0), np.repeat(v, each, axis=0)
+    return q, np.tile(k, (each, 1, 1)), np.tile(v, (each, 1, 1))
+
+
 def dolomite(tensors, config, ids, attention=stick_breaking_attention):
     heads, epsilon = config["n_head"], config["layer_norm_epsilon"]
     residual, scale = config["m_residual"], config["attention_multiplier"]
@@ -165,9 +179,18 @@ def dolomite(tensors, config, ids, attention=stick_breaking_attention):
     for i in range(config["n_layer"]):
         layer = f"transformer.h.{i}."
         h = rms_norm(x, tensors[layer + "ln_1.weight"], epsilon)
-        # rows of c_attn: per head [q; k; v]
-        q, k, v = np.split(split(linear(h, tensors, layer + "attn.c_attn"), heads), 3, axis=-1)
-        h = merge(attention(q, k, v, scale))
+        q, k, v = grouped_qkv(linear(h, tensors, layer + "attn.c_attn"), config)
+        h = attention(q, k, v, scale)
+        if config["sb_remainder"]:
+            remainder = 1 - attention(q, k, np.ones_like(v), scale)
+            bias = tensors.get(layer + "attn.head_bias")
+            h = h + remainder * (v if bias is None else bias[:, None])
+        if layer + "attn.norm.weight" in tensors:  # GroupNorm: each head by itself
+            h = h - h.mean(axis=-1, keepdims=True)
+            h = h / np.sqrt((h**2).mean(axis=-1, keepdims=True) + 1e-5)
+            weight, bias = (tensors[layer + f"attn.norm.{part}"] for part in ("weight", "bias"))
+            h = split(merge(h) * weight + bias, heads)
+        h = merge(h)
         x = x + residual * linear(h, tensors, layer + "attn.c_proj")
         h = rms_norm(x, tensors[layer + "ln_2.weight"], epsilon)
         # rows of c_fc: [up; gate]

@@ -30,9 +30,10 @@ ATTENTION = {
     # The temperatures are in the model; fresh ones are 1.
     "ssa": reference_models.softmax_attention,
 }
-SSA = {"kind": "ssa", "query": True, "value": True, "token_aware": True, "position_aware": True}
-SSA |= {"position_form": "alpha"}
+SSA = {"kind": "ssa", "query": True, "key": False, "value": True}
+SSA |= {"token_map": "linear", "position_map": "alpha"}
 STICK_BREAKING = {"kind": "stick_breaking", "attend_current": False}
+STICK_BREAKING |= {"remainder": "none", "grouping": "interleaved"}
 
 
 class Case(NamedTuple):
@@ -45,6 +46,7 @@ class Case(NamedTuple):
 
 
 SOFTMAX = {"kind": "softmax"}
+VALUE, NORM, TILED = {"remainder": "value"}, {"remainder": "head_bias_norm"}, {"grouping": "tiled"}
 NESTED = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rope_theta": 10000.0}
 CASES = {
     "llama": Case(llama, {}, SOFTMAX),
@@ -65,13 +67,29 @@ CASES = {
     "neox, selective": Case(gpt_neox, {}, {"kind": "selective", "budget": None}, "selective"),
     "neox, SSA": Case(gpt_neox, {"ssa": {}}, SSA),
     "neox, SSA told twice": Case(gpt_neox, {"ssa": {}}, SSA, "ssa"),
-    **{
-        f"neox, SSA without {part}": Case(gpt_neox, {"ssa": {part: False}}, SSA | {part: False})
-        for part in ("query", "value", "token_aware", "position_aware")
-    },
+    "neox, SSA without query": Case(gpt_neox, {"ssa": {"query": False}}, SSA | {"query": False}),
+    "neox, SSA without value": Case(gpt_neox, {"ssa": {"value": False}}, SSA | {"value": False}),
+    "neox, SSA with key": Case(gpt_neox, {"ssa": {"key": True}}, SSA | {"key": True}),
+    "neox, SSA by position only": Case(
+        gpt_neox, {"ssa": {"token_aware": False}}, SSA | {"token_map": "none"}
+    ),
+    "neox, SSA by token only": Case(
+        gpt_neox, {"ssa": {"position_aware": False}}, SSA | {"position_map": "none"}
+    ),
     "dolomite": Case(dolomite, {}, STICK_BREAKING),
     "dolomite, untied": Case(dolomite, {"tied": False}, STICK_BREAKING),
     "dolomite, m_width 1": Case(dolomite, {"m_width": 1.0, "m_residual": 1.0}, STICK_BREAKING),
+    **{
+        f"dolomite, {name}": Case(dolomite, settings, STICK_BREAKING | written)
+        for name, settings, written in (
+            ("value", VALUE, VALUE),
+            ("head_bias", {"remainder": "head_bias"}, {"remainder": "head_bias"}),
+            ("norm", NORM, NORM),
+            ("grouped heads", {"kv_heads": 2}, TILED),
+            ("interleaved", {"kv_heads": 2, "attention": {"grouping": "interleaved"}}, {}),
+            ("all", {"kv_heads": 2, **NORM}, TILED | NORM),
+        )
+    },
 }
 LAYOUTS = {name: CASES[name] for name in ("llama", "neox, SSA", "dolomite")}
 
@@ -300,6 +318,17 @@ def test_quantised(converted, name, options):
     per_layer = {"llama": 7, "neox, SSA": 4, "dolomite": 7}[name]
     assert len(quantised) == 2 * per_layer + 1 + (name == "neox, SSA")
     assert np.abs(logits(model) - expected_logits(LAYOUTS[name])).max() < 0.3
+
+
+def test_stick_breaking_parameters_are_cast_but_not_quantised(converted):
+    case = CASES["dolomite, all"]
+    options = {"quantize": True, "q_bits": 8, "dtype": "bfloat16"}
+    plain, small = (load(converted(case, target=str(len(o)), **o))[0] for o in ({}, options))
+    exact, cast = (dict(tree_flatten(model.parameters())) for model in (plain, small))
+    own = [path for path in exact if "self_attn.head_" in path]
+    same = [mx.array_equal(cast[path], exact[path].astype(mx.bfloat16)) for path in own]
+    assert len(same) == 2 * 3 and all(same)
+    assert np.sqrt(((logits(small) - expected_logits(case)) ** 2).mean()) < 0.1
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])

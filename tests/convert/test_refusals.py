@@ -151,13 +151,22 @@ NEOX = {
         config(rope_parameters={"rope_type": "linear", "factor": 2}), "config.json", "linear",
     ),
     "ssa no object": (config(selective_self_attention=True), "selective_self_attention must be"),
-    "ssa with keys": (
-        config(selective_self_attention={"key": True}), "selective_self_attention.key True",
+    "ssa key without its tensors": (
+        config(selective_self_attention={"query": False, "value": False, "key": True}),
+        "attention.ssa_key.weight is missing",
     ),
     "ssa not per head": (
         config(selective_self_attention={"per_head": False}), "selective_self_attention.per_head",
     ),
     "ssa query a string": (config(selective_self_attention={"query": "yes"}), "query", "'yes'"),
+    "ssa token_aware a number": (
+        config(selective_self_attention={"token_aware": 1}),
+        "selective_self_attention.token_aware must be true or false, got 1",
+    ),
+    "ssa of neither kind": (
+        config(selective_self_attention={"token_aware": False, "position_aware": False}),
+        "attention.token_map and attention.position_map are both none",
+    ),
     "ssa without its tensors": (
         config(selective_self_attention={}), "attention.ssa_query.weight is missing",
     ),
@@ -184,7 +193,33 @@ DOLOMITE = {
     "head type": (config(attention_head_type="mqa"), "config.json: attention_head_type 'mqa'"),
     "activation": (config(activation_function="gelu"), "config.json: activation_function 'gelu'"),
     "positions": (config(position_embedding_type="rope"), "position_embedding_type 'rope'"),
-    "remainder": (config(sb_remainder=True), "config.json: sb_remainder True"),
+    "remainder": (config(sb_remainder="yes"), "config.json: sb_remainder 'yes'"),
+    "remainder without its bias": (
+        config(sb_remainder=None),
+        "tensor transformer.h.0.attn.head_bias is missing",
+        '"attention": {"remainder": "value"}',
+    ),
+    "attention a string": (config(attention="value"), "config.json: attention must be", "'value'"),
+    "unknown remainder": (
+        config(attention={"remainder": "bias"}), "attention.remainder must be one of", "'bias'",
+    ),
+    "unknown grouping": (
+        config(attention={"grouping": 2}), "attention.grouping must be one of", "got 2",
+    ),
+    "unknown attention field": (
+        config(attention={"norm": True}), "attention.norm is not a field of stick_breaking",
+    ),
+    "grouped heads of no number": (
+        config(attention_head_type="gqa", num_key_value_heads=None),
+        "config.json: the field num_key_value_heads is missing",
+    ),
+    "key heads that do not divide": (
+        config(attention_head_type="gqa", num_key_value_heads=3), "multiple of num_key_value_heads",
+    ),
+    "grouped heads, fused shape": (
+        config(attention_head_type="gqa", num_key_value_heads=2),
+        "tensor transformer.h.0.attn.c_attn.weight has shape (192, 64)", "(128, 64)",
+    ),
     "multiplier": (config(m_emb="6"), "config.json: m_emb must be", "'6'"),
     "bias": (config(add_bias=True), "bias"),
     "fused shape": (

@@ -37,7 +37,7 @@ MODELS = {
     "unknown field": (attention(kind="selective", window=3), "attention.window", "selective"),
     "budget 1": (attention(kind="selective", budget=1), "budget must be at least 2", "1"),
     "budget per layer": (attention(kind="selective", budget=[8]), "attention.budget lists 1"),
-    "wrong base": (config(base_model_type="gemma2"), "base_model_type", "'gemma2'"),
+    "wrong base": (config(base_model_type="gemma9"), "base_model_type", "'gemma9'"),
     "no base": (config(base_model_type=None), "base_model_type", "None"),
     "missing field": (config(hidden_size=None), "hidden_size"),
     **sizes("num_hidden_layers"),

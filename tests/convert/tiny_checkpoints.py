@@ -84,7 +84,7 @@ def llama(kv_heads: int = HEADS, tied: bool = True, bias: bool = False, **extra)
 
 
 def gpt_neox(ssa: dict[str, bool] | None = None, **extra) -> Checkpoint:
-    """Without ``ssa`` settings an ordinary GPT-NeoX; {} has all temperatures."""
+    """Without ``ssa`` settings an ordinary GPT-NeoX; {} has query and value temperatures."""
     config = {
         "model_type": "gpt_neox",
         "hidden_size": WIDTH,
@@ -115,7 +115,7 @@ def gpt_neox(ssa: dict[str, bool] | None = None, **extra) -> Checkpoint:
         parts = ("query", "value", "token_aware", "position_aware")
         ssa = {"key": False, "per_head": True, **dict.fromkeys(parts, True), **ssa}
         config["selective_self_attention"] = ssa
-        for part in filter(ssa.get, ("query", "value")):
+        for part in filter(ssa.get, ("query", "key", "value")):
             if ssa["token_aware"]:
                 layer[f"attention.ssa_{part}.weight"] = (HEADS, WIDTH)
             if ssa["position_aware"]:
@@ -127,12 +127,15 @@ def gpt_neox(ssa: dict[str, bool] | None = None, **extra) -> Checkpoint:
     return Checkpoint(config, _random(shapes, "gpt_neox.layers", layer))
 
 
-def dolomite(tied: bool = True, **extra) -> Checkpoint:
+def dolomite(
+    tied: bool = True, kv_heads: int | None = None, remainder: str = "none", **extra
+) -> Checkpoint:
+    """``kv_heads`` makes grouped heads; ``remainder`` is a form of the stick_breaking settings."""
     config = {
         "model_type": "stickbreaking",
         "activation_function": "swiglu",
         "add_bias": False,
-        "attention_head_type": "mha",
+        "attention_head_type": "gqa" if kv_heads else "mha",
         "attention_multiplier": 0.3,
         "layer_norm_epsilon": 1e-5,
         "m_emb": 3.0,
@@ -144,9 +147,9 @@ def dolomite(tied: bool = True, **extra) -> Checkpoint:
         "n_layer": LAYERS,
         "n_positions": 128,
         "normalization_function": "rmsnorm",
-        "num_key_value_heads": HEADS,
+        "num_key_value_heads": kv_heads or HEADS,
         "position_embedding_type": "nope",
-        "sb_remainder": False,
+        "sb_remainder": remainder != "none",
         "vocab_size": VOCABULARY,
         "tie_word_embeddings": tied,
         "eos_token_id": 4,
@@ -154,12 +157,16 @@ def dolomite(tied: bool = True, **extra) -> Checkpoint:
     } | extra
     layer = {
         "ln_1.weight": (WIDTH,),
-        "attn.c_attn.weight": (3 * WIDTH, WIDTH),
+        "attn.c_attn.weight": (WIDTH + 2 * (kv_heads or HEADS) * WIDTH // HEADS, WIDTH),
         "attn.c_proj.weight": (WIDTH, WIDTH),
         "ln_2.weight": (WIDTH,),
         "mlp.c_fc.weight": (2 * 128, WIDTH),
         "mlp.c_proj.weight": (WIDTH, 128),
     }
+    if "head_bias" in remainder:
+        layer["attn.head_bias"] = (HEADS, WIDTH // HEADS)
+    if "norm" in remainder:
+        layer |= dict.fromkeys(["attn.norm.weight", "attn.norm.bias"], (WIDTH,))
     shapes = {"transformer.wte.weight": (VOCABULARY, WIDTH), "transformer.ln_f.weight": (WIDTH,)}
     if not tied:
         shapes["lm_head.weight"] = (VOCABULARY, WIDTH)

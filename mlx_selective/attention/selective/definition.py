@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..blocks import QUERY_BLOCK, scan_queries
 from ..heads import check_heads, head_logits, masked_softmax, weigh_values
+from ..visibility import Visibility, document_positions
 
 
 def selective_attention(
@@ -15,9 +16,10 @@ def selective_attention(
     v: mx.array,
     *,
     scale: float,
-    query_offset: int | mx.array | None = None,
+    query_positions: mx.array | None = None,
     key_positions: mx.array | None = None,
     F: mx.array | None = None,
+    segment_ids: mx.array | None = None,
     return_F: bool = False,
     block_size: int = QUERY_BLOCK,
 ) -> mx.array | tuple[mx.array, mx.array]:
@@ -29,22 +31,26 @@ def selective_attention(
         F[i, j] = sum of S[k, j] over k < i
         output  = softmax(z - F) v     the same F in every head
 
-    Without the last three arguments this is the whole sequence. A cache passes what it kept:
-    keys in any order with their positions, the F that earlier queries left on them, and the
-    position of the first query. The queries' own keys must be among the keys; when there are
-    several queries, they are the last ones, in order.
+    Without the optional arguments this is the whole sequence. A cache passes what it kept: keys
+    in any order with their positions, the F that earlier queries left on them, and the positions
+    of the queries. The queries' own keys must be among the keys; when there are several queries,
+    they are the last ones, in order.
 
     Args:
         q: (B, H, T, D), float32, float16 or bfloat16.
         k: (B, Hkv, N, D), N >= T, H a multiple of Hkv. Head 0 reads key head 0.
         v: (B, Hkv, N, Dv).
         scale: multiplies the logits, usually D ** -0.5.
-        query_offset: position of the first query, an int or (B,); default N - T.
+        query_positions: (B, T) or (T,) int32, the position of each query; default the positions
+            of the last T keys. A query at a negative position is padding: its output is 0, and it
+            selects nothing.
         key_positions: (B, N) or (N,) int32, the position of each key; default 0 .. N - 1. A
             query sees the keys whose position is not beyond its own. Slots with a negative
-            position are empty or padding (their content must be finite): nobody sees them, and
-            a query at a negative position gets an output of 0 and selects nothing.
+            position are empty or padding (their content must be finite): nobody sees them.
         F: (B, N) float32, what queries before these have accumulated; default zeros.
+        segment_ids: (B, N) or (N,) integers, for documents packed into one sequence: runs of
+            equal ids. A query sees its own document only, whose first token is never forgotten.
+            Not together with positions.
         return_F: also return F after these queries.
         block_size: queries per block.
 
@@ -53,30 +59,41 @@ def selective_attention(
 
     Accumulation is in float32. Peak memory beside inputs and outputs, with L = B * H *
     block_size * N * 4 bytes for the logits of one block: q, k and v in float32, F at the start
-    of each block, and at most 6 L forward, 21 L backward on the CPU (up to four times that on a
+    of each block, and at most 7 L forward, 25 L backward on the CPU (up to four times that on a
     GPU, which frees later).
 
     Raises:
-        ValueError: if shapes do not belong together.
+        ValueError: if shapes do not belong together, or segment_ids come with positions.
     """
     check_heads(q, k, v)
     B, T, N = q.shape[0], q.shape[2], k.shape[2]
-    if query_offset is None:
-        query_offset = N - T
-    if key_positions is None:
-        key_positions = mx.arange(N)
+    documents = None
+    if segment_ids is not None:
+        if key_positions is not None or query_positions is not None:
+            raise ValueError("segment_ids are for whole sequences; leave out the positions.")
+        documents = Visibility(B, T, N, segment_ids=segment_ids)
+        key_positions = document_positions(segment_ids)
+    key_positions = mx.broadcast_to(
+        mx.arange(N) if key_positions is None else key_positions, (B, N)
+    )
+    if query_positions is None:
+        query_positions = key_positions[:, N - T :]
+    query_positions = mx.broadcast_to(query_positions, (B, T))
     if F is None:
         F = mx.zeros((B, N), mx.float32)
     if F.shape != (B, N):
         raise ValueError(f"F must be {(B, N)} as the keys are, got {F.shape}.")
-    key_positions = mx.broadcast_to(key_positions, (B, N))
-    first_query = mx.broadcast_to(mx.array(query_offset, mx.int32), (B,))[:, None]
 
     def block(F, q, k, v, start):
-        own = first_query + mx.arange(start, start + q.shape[2])
-        output, added = _attend(q, k, v, F[:, : k.shape[2]], own, key_positions[:, : k.shape[2]])
-        if k.shape[2] < N:
-            added = mx.pad(added, ((0, 0), (0, N - k.shape[2])))
+        end, reach = start + q.shape[2], k.shape[2]
+        own, key = query_positions[:, start:end, None], key_positions[:, None, :reach]
+        visible = (key >= 0) & (key <= own)
+        if documents is not None:
+            visible = visible & documents.of_block(start, end, reach)[:, 0]
+        # The first token is never forgotten, and a token never makes anyone forget itself.
+        output, added = _attend(q, k, v, F[:, :reach], visible, visible & (key > 0) & (key < own))
+        if reach < N:
+            added = mx.pad(added, ((0, 0), (0, N - reach)))
         return [F + added, output]
 
     scaled = q.astype(mx.float32) * scale
@@ -86,13 +103,9 @@ def selective_attention(
     return (output, F) if return_F else output
 
 
-def _attend(q, k, v, F, positions, key_positions):
+def _attend(q, k, v, F, visible, selectable):
     """One block of queries, scaled: its output, and what it adds to F."""
     z = head_logits(q, k)
-    own, key = positions[:, :, None], key_positions[:, None, :]
-    visible = (key >= 0) & (key <= own)
-    # The first token is never forgotten, and a token never makes anyone forget itself.
-    selectable = (key > 0) & (key < own)
     S = mx.where(selectable, mx.maximum(z[:, 0], 0), 0)
     # Exclusive over queries: what a query selects counts for later ones only.
     F_rows = F[:, None] + mx.cumsum(S, axis=1, inclusive=False)

@@ -25,7 +25,7 @@ class SelectiveCall(LayerCall):
             keys,
             values,
             scale=scale,
-            query_offset=self.offset,
+            query_positions=cache.query_positions,
             key_positions=cache.live_positions,
             F=cache.live_F,
             return_F=True,
@@ -56,6 +56,7 @@ class Selective(AttentionMethod):
 
     kind = "selective"
     call = SelectiveCall
+    prunable = True
 
     budget: int | list[int | None] | None = None
 

@@ -3,118 +3,125 @@
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from ...errors import UserError
 from ..method import AttentionMethod, LayerCall
-from .definition import (
-    apply_temperature,
-    position_temperature,
-    released_position_temperature,
-    token_temperature,
-)
+from .definition import apply_temperature
+from .temperature import POSITION_MAPS, SHARED_MAPS, TOKEN_MAPS, Temperature
 
-#: sigmoid(-20) * ln n vanishes beside 1 in float32: a fresh temperature changes nothing, yet
-#: has a gradient (of the order 1e-9: an optimiser that scales by it, such as Adam, moves it).
-FRESH_ALPHA = -20.0
-#: exp(-exp(3)) is 2e-9, the same for the released form.
-FRESH_BETA = 3.0
-
-POSITION_FORMS = ("alpha", "beta")
-
-
-class Temperature(nn.Module):
-    """One temperature of a layer: tanh(W x) + 1 + position part, per head.
-
-    Args:
-        heads: number of heads H (query heads, or key heads for values).
-        features: size C of the layer's input.
-        settings: which parts exist and in which form.
-
-    Parameters: ``weight`` (H, C) if token-aware; ``alpha`` (H,) or ``beta`` () if
-    position-aware. Fresh ones give 1.
-    """
-
-    def __init__(self, heads: int, features: int, settings: "SSA"):
-        super().__init__()
-        if settings.token_aware:
-            self.weight = mx.zeros((heads, features))
-        if settings.position_aware and settings.position_form == "alpha":
-            self.alpha = mx.full((heads,), FRESH_ALPHA)
-        elif settings.position_aware:
-            self.beta = mx.array(FRESH_BETA)
-
-    def __call__(self, x: mx.array, count: mx.array) -> mx.array:
-        """The temperature (B, H, T) for x (B, T, C) and ``count`` visible keys (T,) or (B, T)."""
-        temperature = mx.array(1.0)
-        if "alpha" in self:
-            temperature = position_temperature(count, self.alpha)
-        elif "beta" in self:
-            temperature = released_position_temperature(count, self.beta)
-        if "weight" in self:
-            temperature = temperature + token_temperature(x, self.weight)
-        return temperature
+#: what can have a temperature
+PARTS = ("query", "key", "value")
 
 
 class SSACall(LayerCall):
-    """Tempers values before the cache stores them, and queries before stock attention."""
+    """Tempers keys and values before the cache stores them, queries before stock attention.
+
+    Both come after RoPE and after every norm, wherever a family has those.
+    """
 
     def __init__(self, method, attention, x, cache):
         super().__init__(method, attention, x, cache)
+        self.x = x
         count = mx.array(self.offset)[..., None] + mx.arange(1, x.shape[1] + 1)
         # Left padding stands at negative positions; any finite temperature will do there.
-        count = mx.maximum(count, 1)
-        self.query_temperature = attention.query_temperature(x, count) if method.query else None
-        self.value_temperature = attention.value_temperature(x, count) if method.value else None
+        self.count = mx.maximum(count, 1)
+        #: "query" and "key" -> what is turned, before it is
+        self.projected: dict[str, mx.array] = {}
+
+    def rotate(self, rope, x, *args, **kwargs):
+        # The queries come first, then the keys: SSA.check has looked.
+        self.projected["key" if "query" in self.projected else "query"] = x
+        return super().rotate(rope, x, *args, **kwargs)
 
     def update_and_fetch(self, keys, values):
-        return super().update_and_fetch(keys, apply_temperature(values, self.value_temperature))
+        return super().update_and_fetch(self._temper("key", keys), self._temper("value", values))
 
     def attend(self, queries, keys, values, scale):
-        queries = apply_temperature(queries, self.query_temperature)
         return scaled_dot_product_attention(
-            queries, keys, values, cache=self.cache, scale=scale, mask=self.mask
+            self._temper("query", queries),
+            keys,
+            values,
+            cache=self.cache,
+            scale=scale,
+            mask=self.mask,
         )
+
+    def _temper(self, part: str, x: mx.array) -> mx.array:
+        """x (B, H, T, D) times the layer's temperature of that part, if it has one."""
+        if not getattr(self.method, part):
+            return x
+        temperature = getattr(self.attention, f"{part}_temperature")
+        # Values, and all three in a layer without RoPE, are the projections themselves.
+        projected = self.projected.get(part, x)
+        return apply_temperature(x, temperature(self.x, projected, self.count))
 
 
 @dataclass(frozen=True)
 class SSA(AttentionMethod):
-    """Temperatures that multiply queries and values.
+    """Temperatures that multiply queries, keys and values. README.md has the formulas.
 
     Args:
         query: queries have a temperature.
+        key: keys have one; the cache stores tempered keys.
         value: values have one; the cache stores tempered values.
-        token_aware: the part tanh(W x) exists.
-        position_aware: the part that grows with ln n exists.
-        position_form: "alpha", sigmoid(alpha) per head (the paper), or "beta",
-            exp(-exp(beta)) per layer (the released code).
+        token_map: what a token's own content asks for: "none", "linear", "mlp",
+            "weight_sharing" or "feature_sharing".
+        position_map: what grows with ln n: "none", "alpha" (sigmoid(alpha) per head, the
+            paper) or "beta" (exp(-exp(beta)) per layer, the released code).
+
+    Raises:
+        UserError: if a setting is none of these, or if nothing would be tempered.
     """
 
     kind = "ssa"
     call = SSACall
 
     query: bool = True
+    key: bool = False
     value: bool = True
-    token_aware: bool = True
-    position_aware: bool = True
-    position_form: str = "alpha"
+    token_map: str = "linear"
+    position_map: str = "alpha"
 
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in (bool, "bool") and not isinstance(value, bool):
                 raise UserError(f"attention.{field.name} must be true or false, got {value!r}.")
-        if self.position_form not in POSITION_FORMS:
+        for name, maps in (("token_map", TOKEN_MAPS), ("position_map", POSITION_MAPS)):
+            value = getattr(self, name)
+            if value not in maps:
+                raise UserError(
+                    f"attention.{name} must be one of {', '.join(maps)}, got {value!r}."
+                )
+        if self.token_map == self.position_map == "none":
             raise UserError(
-                f"attention.position_form must be one of {', '.join(POSITION_FORMS)}, "
-                f"got {self.position_form!r}."
+                "attention.token_map and attention.position_map are both none, so that no "
+                "temperature would differ from 1; one of them must be something else."
+            )
+        if not any(getattr(self, part) for part in PARTS):
+            raise UserError(
+                f"one of attention.{', attention.'.join(PARTS)} must be true; "
+                "otherwise this is kind softmax."
             )
 
-    def install(self, attention, args):
-        heads = args.num_attention_heads
-        kv_heads = getattr(args, "num_key_value_heads", None) or heads
-        if self.query:
-            attention.query_temperature = Temperature(heads, args.hidden_size, self)
-        if self.value:
-            attention.value_temperature = Temperature(kv_heads, args.hidden_size, self)
+    def check(self, attention, shape):
+        super().check(attention, shape)
+        reads_projections = self.token_map in SHARED_MAPS and (self.query or self.key)
+        if reads_projections and not shape.shows_projections:
+            raise UserError(
+                f"attention.token_map {self.token_map} reads queries and keys before RoPE, where "
+                f"{type(attention).__name__} does not show them; none, linear and mlp can be used."
+            )
+
+    def install(self, attention, shape):
+        sizes = {
+            "query": (shape.heads, shape.head_size),
+            "key": (shape.key_heads, shape.head_size),
+            "value": (shape.key_heads, shape.value_size),
+        }
+        for part, (heads, size) in sizes.items():
+            if getattr(self, part):
+                attention[f"{part}_temperature"] = Temperature(
+                    heads, shape.features, size, self.token_map, self.position_map
+                )

@@ -1,12 +1,14 @@
 """Stick-breaking attention in plain MLX: the definition, and the path where no kernel applies.
 
-Tan, Yang, Courville, Panda, Shen: Scaling Stick-Breaking Attention, arXiv 2410.17980.
+Tan, Yang, Courville, Panda, Shen: Scaling Stick-Breaking Attention, arXiv 2410.17980. What
+becomes of the remainder: github.com/IBM/dolomite-engine, models/stickbreaking/attention.py.
 """
 
 import mlx.core as mx
 
 from ..blocks import QUERY_BLOCK, scan_queries
 from ..heads import check_heads, head_logits, weigh_values
+from ..visibility import Visibility
 
 
 def stick_breaking_attention(
@@ -17,6 +19,7 @@ def stick_breaking_attention(
     scale: float,
     attend_current: bool = False,
     mask: mx.array | None = None,
+    segment_ids: mx.array | None = None,
     block_size: int = QUERY_BLOCK,
 ) -> tuple[mx.array, mx.array]:
     """Attention in which each query breaks a stick, from the newest key backwards.
@@ -40,6 +43,8 @@ def stick_breaking_attention(
         attend_current: whether a query's own key takes the first share.
         mask: bool, broadcastable to (B, H, T, N); False takes keys away, such as padding, which
             then breaks nothing off the stick. Causality holds in any case.
+        segment_ids: (B, N) or (N,) integers, for documents packed into one sequence: runs of
+            equal ids. A stick ends at the border of its document.
         block_size: queries per block.
 
     Returns:
@@ -47,23 +52,23 @@ def stick_breaking_attention(
 
     Accumulation is in float32, in log space. Peak memory beside inputs and outputs, with L = B *
     H * block_size * N * 4 bytes for the logits of one block: q, k and v in float32, and at most
-    11 L forward, 28 L backward on the CPU (up to four times that on a GPU, which frees later).
+    11 L forward, 32 L backward on the CPU (up to four times that on a GPU, which frees later).
 
     Raises:
         ValueError: if shapes do not belong together.
     """
     check_heads(q, k, v)
-    first_own = k.shape[2] - q.shape[2]
-    if mask is not None:
-        mask = mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
+    visibility = Visibility(
+        q.shape[0],
+        q.shape[2],
+        k.shape[2],
+        own_key=attend_current,
+        mask=mask,
+        segment_ids=segment_ids,
+    )
 
     def block(carry, q, k, v, start):
-        end, reach = start + q.shape[2], k.shape[2]
-        own = first_own + mx.arange(start, end)[:, None]
-        key = mx.arange(reach)
-        visible = key <= own if attend_current else key < own
-        if mask is not None:
-            visible = visible & mask[:, :, start:end, :reach]
+        visible = visibility.of_block(start, start + q.shape[2], k.shape[2])
         return [carry, *_attend(q, k, v, visible)]
 
     scaled = q.astype(mx.float32) * scale
@@ -85,3 +90,58 @@ def _attend(q, k, v, visible):
     A = mx.where(visible, mx.exp(log_beta + nearer), 0)
     # Not 1 - sum(A): that difference can come out negative.
     return weigh_values(A, v), mx.exp(log_left.sum(axis=-1))
+
+
+def value_remainder(remainder: mx.array, v: mx.array) -> mx.array:
+    """What is left of each stick goes to the token's own value: rem_i v_i.
+
+    dolomite-engine 0296e23 (December 2024).
+
+    Args:
+        remainder: (B, H, T), float32.
+        v: (B, Hkv, T, Dv), any floating dtype: the values of the queries' own tokens, that is,
+            the last T of all. Query head h reads value head h // (H / Hkv).
+
+    Returns:
+        (B, H, T, Dv), float32, to be added to the output.
+    """
+    B, H, T = remainder.shape
+    Hkv, Dv = v.shape[1], v.shape[3]
+    grouped = remainder.reshape(B, Hkv, H // Hkv, T, 1) * v.astype(mx.float32)[:, :, None]
+    return grouped.reshape(B, H, T, Dv)
+
+
+def bias_remainder(remainder: mx.array, head_bias: mx.array) -> mx.array:
+    """What is left of each stick goes to a learned vector of the head: rem_i r_h.
+
+    dolomite-engine 32da568 (December 2024); the paper's "remainder bias".
+
+    Args:
+        remainder: (B, H, T), float32.
+        head_bias: (H, Dv), any floating dtype.
+
+    Returns:
+        (B, H, T, Dv), float32, to be added to the output.
+    """
+    return remainder[..., None] * head_bias.astype(mx.float32)[:, None]
+
+
+def normalise_heads(
+    x: mx.array, weight: mx.array, bias: mx.array, *, eps: float = 1e-5
+) -> mx.array:
+    """PyTorch's GroupNorm(H, H * Dv) of each token: a head is a group of its own.
+
+    dolomite-engine 46c0084 (January 2025), which feeds it the joined heads (B * T, H * Dv).
+
+    Args:
+        x: (B, H, T, Dv), any floating dtype.
+        weight, bias: (H * Dv,), heads in order, any floating dtype.
+        eps: added to the variance, which is the biased one.
+
+    Returns:
+        (B, H, T, Dv), float32.
+    """
+    heads, size = x.shape[1], x.shape[3]
+    normal = mx.fast.layer_norm(x.astype(mx.float32), None, None, eps)
+    weight, bias = (p.astype(mx.float32).reshape(heads, 1, size) for p in (weight, bias))
+    return normal * weight + bias

@@ -6,25 +6,54 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import UserError
+from ..heads import tile_heads, untile_heads
 from ..method import AttentionMethod, LayerCall
-from .definition import stick_breaking_attention
+from .definition import (
+    bias_remainder,
+    normalise_heads,
+    stick_breaking_attention,
+    value_remainder,
+)
+
+REMAINDERS = ("none", "value", "head_bias", "head_bias_norm")
+GROUPINGS = ("interleaved", "tiled")
 
 
-class NoPositions(nn.Module):
-    """Stands where RoPE was: stick-breaking has no position embedding."""
+class HeadNorm(nn.Module):
+    """GroupNorm of the attention output, one group a head.
 
-    def __call__(self, x, offset=0):
-        return x
+    Args:
+        heads: query heads H.
+        size: size Dv of a value.
+
+    Parameters: ``weight`` and ``bias`` (H * Dv,).
+    """
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        self.weight = mx.ones((heads * size,))
+        self.bias = mx.zeros((heads * size,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, H, T, Dv) in any floating dtype to (B, H, T, Dv) in float32."""
+        return normalise_heads(x, self.weight, self.bias)
 
 
 class StickBreakingCall(LayerCall):
     """Every query breaks a fresh stick, so the state is a plain KV cache."""
 
+    def rotate(self, rope, x, *args, **kwargs):
+        return x  # stick-breaking has no position embedding
+
     def attend(self, queries, keys, values, scale):
         if hasattr(self.cache, "bits"):
             raise UserError("stick_breaking does not read a quantised KV cache; leave out kv_bits.")
-        output, _ = stick_breaking_attention(
-            queries,
+        remainder_form, key_heads = self.method.remainder, keys.shape[1]
+        tiled = self.method.grouping == "tiled"
+        # float32 comes back for float32, so nothing is rounded before the remainder is in.
+        q = queries.astype(mx.float32)
+        output, remainder = stick_breaking_attention(
+            untile_heads(q, key_heads) if tiled else q,
             keys,
             values,
             scale=scale,
@@ -32,32 +61,58 @@ class StickBreakingCall(LayerCall):
             # Not an array: plain causality, which the method sees to itself.
             mask=self.mask if isinstance(self.mask, mx.array) else None,
         )
-        return output
+        if remainder_form == "value":
+            output = output + value_remainder(remainder, values[:, :, -queries.shape[2] :])
+        if tiled:
+            output, remainder = (tile_heads(part, key_heads) for part in (output, remainder))
+        if "head_bias" in self.attention:
+            output = output + bias_remainder(remainder, self.attention.head_bias)
+        if "head_norm" in self.attention:
+            output = self.attention.head_norm(output)
+        return output.astype(queries.dtype)
 
 
 @dataclass(frozen=True)
 class StickBreaking(AttentionMethod):
-    """Stick-breaking without remainder.
+    """Stick-breaking; the remainder of each stick is dropped, or goes to something.
 
     Args:
         attend_current: whether a token's own key takes the first share of its stick.
+        remainder: what is added to the output for what is left of a stick: "none"; "value", the
+            token's own value; "head_bias", a learned vector of each head; "head_bias_norm", that
+            vector, and then every head is normalised.
+        grouping: which of Hkv key heads the query head h of H reads: "interleaved",
+            h // (H / Hkv), or "tiled", h % Hkv.
     """
 
     kind = "stick_breaking"
     call = StickBreakingCall
 
     attend_current: bool = False
+    remainder: str = "none"
+    grouping: str = "interleaved"
 
     def __post_init__(self):
         if not isinstance(self.attend_current, bool):
             raise UserError(
                 f"attention.attend_current must be true or false, got {self.attend_current!r}."
             )
+        for name, allowed in (("remainder", REMAINDERS), ("grouping", GROUPINGS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UserError(
+                    f"attention.{name} must be one of {', '.join(allowed)}, got {value!r}."
+                )
 
-    def install(self, attention, args):
-        if "rope" not in attention:
+    def check(self, attention, shape):
+        if not shape.rotated:
             raise UserError(
-                f"stick_breaking takes RoPE out of a layer, but {type(attention).__name__} "
-                "has no part called rope."
+                "stick_breaking has no position embedding, and the positions of "
+                f"{type(attention).__name__} do not come from RoPE, where they could be left out."
             )
-        attention.rope = NoPositions()
+
+    def install(self, attention, shape):
+        if self.remainder in ("head_bias", "head_bias_norm"):
+            attention.head_bias = mx.zeros((shape.heads, shape.value_size))
+        if self.remainder == "head_bias_norm":
+            attention.head_norm = HeadNorm(shape.heads, shape.value_size)

@@ -1,0 +1,119 @@
+"""Puts an attention method into mlx-lm's own model, in place of the attention it has.
+
+mlx-lm's attention modules end in one call, ``scaled_dot_product_attention(queries, keys, values,
+cache=..., scale=..., mask=...)``, after their own projections, norms and RoPE. A grafted layer
+runs the same code with three things exchanged for those of a :class:`LayerCall`: its cache, its
+``rope``, and that one function. Parameter names, ``sanitize``, quantisation and LoRA stay as they
+are, and any family whose attention follows this pattern can be grafted; what would silently be
+lost is refused by name (``refusals.py``, and a trial run of each layer in ``trial.py``).
+"""
+
+import functools
+from typing import Any
+
+import mlx.nn as nn
+
+from ..attention import AttentionMethod, method_from_dict
+from ..errors import UserError
+from .attention_code import INTERCEPTED, AttentionCode, calls_attention
+from .refusals import refuse_caches, refuse_config, refuse_parameters
+from .trial import model_width, try_out
+
+
+def graft(
+    model: nn.Module, attention: AttentionMethod | dict[str, Any] | list[dict[str, Any]]
+) -> nn.Module:
+    """Exchanges the attention of every layer of an mlx-lm model, in place.
+
+    Args:
+        model: a loaded mlx-lm model, such as ``mlx_lm.load`` returns.
+        attention: a method, or what config.json's ``attention`` says:
+            ``graft(model, {"kind": "selective", "budget": 256})``, or a list of such objects, one
+            a layer.
+
+    Returns:
+        The same model, whose ``make_cache`` gives the method's caches. Everything else stays as
+        mlx-lm computes it (for GPT-NeoX and GPT-2 that is an approximated GELU; a converted
+        folder, whose config tells, computes what it says).
+
+    Raises:
+        UserError: if the method or its settings are unknown, or if the model has something
+            in its attention that would silently be lost.
+    """
+    if not isinstance(attention, AttentionMethod):
+        attention = method_from_dict(attention)
+    if isinstance(model, GraftedModel):
+        raise UserError(f"this model already carries {model.attention.kind} attention.")
+    arguments = getattr(model, "args", None) or getattr(model, "config", None)  # as in plamo3
+    config = {} if arguments is None else vars(arguments)
+    refuse_config(config)
+    refuse_caches(model)
+    # Everything that can be refused is refused before anything changes.
+    modules = [_attention_module(layer) for layer in model.layers]
+    width = model_width(config)
+    shapes = [try_out(module, width) for module in modules]
+    methods = [attention.for_layer(index, len(modules)) for index in range(len(modules))]
+    for method, module, shape in zip(methods, modules, shapes, strict=True):
+        method.check(module, shape)
+    for method, module, shape in zip(methods, modules, shapes, strict=True):
+        method.install(module, shape)
+        module.attention_method = method
+        module.__class__ = _grafted_attention(type(module))
+    model.attention = attention
+    model.__class__ = _grafted_model(type(model))
+    return model
+
+
+class GraftedModel:
+    """Mixed into mlx-lm's model class: caches and conversion rules of the method."""
+
+    def make_cache(self, budget: int | list[int | None] | None = None) -> list[Any]:
+        """One empty cache a layer, for mlx_lm.models.cache.make_prompt_cache.
+
+        Args:
+            budget: keys that each layer keeps, instead of the model's own budget.
+
+        Raises:
+            UserError: if there is a budget, and the attention of this model cannot be pruned.
+        """
+        method = self.attention if budget is None else self.attention.with_budget(budget)
+        layers = len(self.layers)
+        return [method.for_layer(index, layers).make_cache() for index in range(layers)]
+
+    @property
+    def cast_predicate(self):
+        """Temperatures stay in float32 when mlx-lm casts a model, and what the base model keeps."""
+        base = getattr(super(), "cast_predicate", lambda path: True)
+        return lambda path: "temperature" not in path and base(path)
+
+
+def _attention_module(layer: nn.Module) -> nn.Module:
+    """The one part of a decoder layer whose code calls mlx-lm's attention function."""
+    found = [module for _, module in layer.named_modules() if calls_attention(module)]
+    if len(found) != 1:
+        raise UserError(
+            f"{type(layer).__name__} has {len(found) or 'no'} part{'s' * (len(found) > 1)} that "
+            f"call{'s' * (len(found) < 2)} {INTERCEPTED}, so it cannot be grafted."
+        )
+    refuse_parameters(found[0])
+    return found[0]
+
+
+@functools.cache
+def _grafted_attention(base: type) -> type:
+    """The attention class ``base``, its code bound to the method's LayerCall."""
+    code = AttentionCode(base)
+
+    def __call__(self, *args, **kwargs):
+        x, cache = code.input_and_cache(self, args, kwargs)
+        method = self.attention_method
+        return code(self, method.call(method, self, x, cache), args, kwargs)
+
+    name = f"Grafted{base.__name__}"
+    return type(name, (base,), {"__call__": __call__, "__module__": __name__})
+
+
+@functools.cache
+def _grafted_model(base: type) -> type:
+    name = f"Grafted{base.__name__}"
+    return type(name, (GraftedModel, base), {"__module__": __name__})

@@ -1,0 +1,118 @@
+"""``mlx-selective lora | fuse | server | benchmark | cache_prompt``: mlx-lm's tools, our models.
+
+A tool runs in this process with its own flags. It opens models through four functions of
+``mlx_lm.utils``; ours take their place meanwhile, and run no code of a model folder.
+"""
+
+import argparse
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import jinja2
+import yaml
+from mlx_lm import utils as mlx_lm_utils
+
+from .. import cache  # noqa: F401  mlx-lm then finds the pruned cache by name
+from ..builtin import BUILTIN_MODEL
+from ..cli import OneLineParser
+from ..errors import UserError
+from ..files import one_line, read_json
+from ..loading import model_folder, open_adapters, open_model, open_tokenizer
+from ..model import MODEL_TYPE
+from .exchange import exchanged
+from .server import serve
+from .training import train
+
+#: Tools that open the built-in model where no --model is given.
+_BUILTIN_BY_DEFAULT = ("server", "benchmark", "cache_prompt")
+_TRUST = "--trust-remote-code"
+#: Counts that mlx-lm fails at, far from the flag, when they are below 1.
+_COUNTS = (
+    *("iters", "batch_size", "steps_per_report", "steps_per_eval", "save_every"),
+    *("grad_accumulation_steps", "max_seq_length"),
+    *("prompt_tokens", "generation_tokens", "num_trials", "prefill_step_size"),
+)
+#: What mlx-lm and its libraries raise at a user's mistake.
+_MISTAKES = (ValueError, ImportError, RuntimeError, jinja2.TemplateError, yaml.YAMLError)
+
+
+def run(command: str, arguments: list[str]) -> None:
+    """Runs a tool of mlx-lm.
+
+    Args:
+        command: its name, as in ``mlx_lm.NAME``.
+        arguments: its flags.
+
+    Raises:
+        UserError: on a mistake in the flags, or in a folder or file that they name.
+    """
+    tool = importlib.import_module(f"mlx_lm.{command}")
+    # Of two values of a flag the later counts, so that the user's --model goes before this.
+    default = ["--model", str(BUILTIN_MODEL)] if command in _BUILTIN_BY_DEFAULT else []
+    parser = {**vars(argparse), "ArgumentParser": _parser_class(command)}
+    start = {"server": serve, "lora": train}.get(command, lambda tool: tool.main())
+    with (
+        exchanged(mlx_lm_utils, **_openers(command, trust=_TRUST in arguments)),
+        exchanged(tool, argparse=types.SimpleNamespace(**parser)),
+        exchanged(sys, argv=[f"mlx-selective {command}", *default, *arguments]),
+    ):
+        try:
+            start(tool)
+        except UserError:
+            raise
+        except _MISTAKES as error:
+            raise UserError(one_line(error)) from error
+
+
+def _openers(command: str, trust: bool) -> dict[str, Callable]:
+    """What takes the place of the functions by which mlx-lm opens a model folder."""
+
+    def open_model_(folder, lazy=False, strict=True, model_config=None, **options):
+        return open_model(
+            folder,
+            lazy,
+            strict=strict,
+            model_config=model_config,
+            trust_remote_code=trust or options.get("trust_remote_code", False),
+            keep_dtype=command == "fuse",
+        )
+
+    def open_tokenizer_(folder, tokenizer_config_extra=None, eos_token_ids=None):
+        ours = read_json(Path(folder) / "config.json").get("model_type") == MODEL_TYPE
+        # Some tools trust a tokenizer's code unasked.
+        config = {**(tokenizer_config_extra or {}), "trust_remote_code": trust and not ours}
+        try:
+            return open_tokenizer(Path(folder), config, eos_token_ids)
+        except Exception as error:  # transformers' many ways
+            raise UserError(f"{folder} cannot be loaded: {one_line(error)}") from error
+
+    return {
+        "_download": model_folder,
+        "load_model": open_model_,
+        "load_adapters": open_adapters,
+        "load_tokenizer": open_tokenizer_,
+    }
+
+
+def _parser_class(command: str) -> type[argparse.ArgumentParser]:
+    """The tool's parser under our name, which tells a mistake in one line."""
+
+    class Parser(OneLineParser):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **{**options, "prog": f"mlx-selective {command}"})
+
+        def parse_args(self, *args, **options):
+            with suppress(argparse.ArgumentError):  # in mlx-lm 0.31 not all tools have it
+                self.add_argument(_TRUST, action="store_true", help="Trust a folder's code.")
+            parsed = super().parse_args(*args, **options)
+            for name in _COUNTS:
+                count = getattr(parsed, name, None)
+                if count is not None and count < 1:
+                    self.error(f"--{name.replace('_', '-')} must be at least 1, got {count}")
+            return parsed
+
+    return Parser

@@ -1,0 +1,118 @@
+"""mlx-lm's BatchGenerator, as its server and batch_generate run it, on grafted models.
+
+Every prompt gets the tokens that it gets alone. Under a budget that holds where it is read in the
+same chunks: BatchGenerator reads up to prefill_step_size tokens of each prompt and keeps the last
+one for the first step, and so does generate_step.
+"""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import grafted, tokens
+
+ATTENTIONS = {
+    "selective": {"kind": "selective"},
+    "budget": {"kind": "selective", "budget": 8},
+    "budgets": {"kind": "selective", "budget": [3, None, 12]},
+    "mixed": [{"kind": "selective", "budget": 6}, {"kind": "softmax"}, {"kind": "selective"}],
+    "ssa": {"kind": "ssa"},
+    "stick_breaking": {"kind": "stick_breaking", "attend_current": True},
+}
+LENGTHS, MAX_TOKENS, STEP = [12, 3, 1, 19, 7, 26, 2], [9, 4, 14, 6, 1, 11, 8], 5
+
+
+def prompts():
+    return [tokens(1, n, seed=n)[0].tolist() for n in LENGTHS]
+
+
+class Answer:
+    """The greedy tokens of a prompt and their log probabilities; equal up to rounding."""
+
+    def __init__(self):
+        self.tokens, self.logprobs = [], []
+
+    def add(self, token, logprobs):
+        self.tokens.append(token)
+        self.logprobs.append(logprobs)
+
+    def __eq__(self, other):
+        far = mx.abs(mx.stack(self.logprobs) - mx.stack(other.logprobs)).max()
+        return self.tokens == other.tokens and far.item() < 1e-4
+
+
+def alone(model, prompt, count, cache=None):
+    """The answer to one prompt."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    answer = Answer()
+    for token, logprobs in generate_step(
+        mx.array(prompt), model, max_tokens=count, prompt_cache=cache, prefill_step_size=STEP
+    ):
+        answer.add(int(token), logprobs)
+    return answer
+
+
+def together(model, prompts, counts, caches=None, **options):
+    """The answer to each prompt, and its caches at the end."""
+    generator = BatchGenerator(model, prefill_step_size=STEP, **options)
+    uids = generator.insert(prompts, counts, caches)
+    given, ended = {uid: Answer() for uid in uids}, {}
+    while len(ended) < len(uids):
+        for response in generator.next_generated():
+            given[response.uid].add(response.token, response.logprobs)
+            if response.finish_reason:
+                assert response.finish_reason == "length"
+                ended[response.uid] = response.prompt_cache
+    generator.close()
+    return [given[uid] for uid in uids], [ended[uid] for uid in uids]
+
+
+@pytest.mark.parametrize(
+    "family, attention",
+    [
+        pytest.param(family, attention, id=f"{family}-{name}")
+        for family in ("llama", "gpt2", "gpt_neox")
+        for name, attention in ATTENTIONS.items()
+        if (family, name) != ("gpt2", "stick_breaking")  # it has no RoPE to leave out
+    ],
+)
+def test_every_prompt_gets_what_it_gets_alone(family, attention):
+    model = grafted(family, attention)
+    expected = [alone(model, p, n) for p, n in zip(prompts(), MAX_TOKENS, strict=True)]
+    assert len({tuple(answer.tokens[:4]) for answer in expected}) > 3  # the prompts matter
+    for sizes in [(2, 2), (4, 3), (32, 8)]:
+        options = dict(zip(("completion_batch_size", "prefill_batch_size"), sizes, strict=True))
+        given, _ = together(model, prompts(), MAX_TOKENS, **options)
+        assert given == expected, sizes
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_a_conversation_goes_on_in_another_batch(attention):
+    """Caches that a batch gave back go into the next one, as the server keeps them."""
+    model = grafted("llama", attention)
+    _, caches = together(
+        model, prompts(), MAX_TOKENS, completion_batch_size=3, prefill_batch_size=3
+    )
+    assert all(
+        layer.offset == length + count
+        for cache, length, count in zip(caches, LENGTHS, MAX_TOKENS, strict=True)
+        for layer in cache
+    )
+    turns = [tokens(1, n, seed=50 + n)[0].tolist() for n in reversed(LENGTHS)]
+    expected = []
+    for prompt, count, turn in zip(prompts(), MAX_TOKENS, turns, strict=True):
+        cache = make_prompt_cache(model)
+        alone(model, prompt, count, cache)
+        expected.append(alone(model, turn, 5, cache))
+    given, _ = together(model, turns, [5] * len(turns), caches, completion_batch_size=4)
+    assert given == expected
+
+
+def test_budgets_hold_in_batches():
+    model = grafted("llama", {"kind": "selective", "budget": [3, None, 12]})
+    _, caches = together(
+        model, prompts(), MAX_TOKENS, completion_batch_size=3, prefill_batch_size=3
+    )
+    for cache, length, count in zip(caches, LENGTHS, MAX_TOKENS, strict=True):
+        seen = length + count
+        assert [layer.size() for layer in cache] == [min(3, seen), seen, min(12, seen)]
