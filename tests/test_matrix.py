@@ -125,6 +125,8 @@ def quantised(family, method, rng, folder):
         with pytest.raises(UserError, match=words[kind]):
             model(ids, cache=cache)
         return
+    if mx.cuda.is_available():
+        pytest.skip("MLX's CUDA quantized_matmul has no such shape")
     logits, _ = feed(model, ids, [30, 10], cache)
     if method == "softmax":
         plain = stock(family, **WIDE)
