@@ -75,3 +75,27 @@ def check_fields(config: dict[str, Any], names: Mapping[str, str] | None = None)
     for (many, total), (few, part) in (map(field, pair) for pair in multiples):
         if total and part and total % part:
             raise UserError(f"config.json: {many} {total} must be a multiple of {few} {part}.")
+
+
+def flatten_rope(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, Any]:
+    """The fields that mlx-lm reads, of transformers 5's nested ``rope_parameters``.
+
+    Args:
+        config: config.json as a dict.
+        theta: mlx-lm's name of the base of the rotation.
+
+    Raises:
+        UserError: if ``rope_parameters`` or ``rope_scaling`` is no object.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise UserError(f"config.json: {name} must be an object, got {config[name]!r}.")
+    rope = config.get("rope_parameters") or {}
+    fields = {}
+    if "rope_theta" in rope:
+        fields[theta] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        fields["rotary_pct"] = fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return fields

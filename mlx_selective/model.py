@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
 
 from .attention import method_from_dict
-from .config_fields import check_fields
+from .config_fields import check_fields, flatten_rope
 from .errors import UserError
 from .grafting import correct_family, graft, refuse_config
 
@@ -45,6 +45,9 @@ class ModelArgs:
     """
 
     def __init__(self, config: dict[str, Any]):
+        theta = "rotary_emb_base" if config.get("base_model_type") == "gpt_neox" else "rope_theta"
+        # A folder of transformers 5 says it in rope_parameters, which mlx-lm does not read.
+        config = {**flatten_rope(config, theta), **config}
         check_fields(config)
         self.config = dict(config)
         self.model_type = MODEL_TYPE

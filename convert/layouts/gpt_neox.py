@@ -1,8 +1,9 @@
 """Hugging Face GPT-NeoX (Pythia), with or without SSA temperatures; mlx-lm's gpt_neox."""
 
 from ...attention import SSA
+from ...config_fields import flatten_rope
 from ...errors import UserError
-from .layout import Layout, flatten_rope, refuse_unless, require
+from .layout import Layout, refuse_unless, require
 
 
 def _config(source):

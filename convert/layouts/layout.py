@@ -139,19 +139,3 @@ def refuse_unless(config: dict[str, Any], name: str, default: Any, *allowed: Any
     if value not in allowed:
         expected = " or ".join(map(repr, allowed))
         raise UserError(f"config.json: {name} {value!r} is not supported; expected {expected}.")
-
-
-def flatten_rope(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, Any]:
-    """Lifts transformers 5's nested ``rope_parameters`` to the fields that mlx-lm reads."""
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise UserError(f"config.json: {name} must be an object, got {config[name]!r}.")
-    rope = config.get("rope_parameters") or {}
-    fields = {}
-    if "rope_theta" in rope:
-        fields[theta] = rope["rope_theta"]
-    if "partial_rotary_factor" in rope:
-        fields["rotary_pct"] = rope["partial_rotary_factor"]
-    if rope.get("rope_type", "default") != "default":
-        fields["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return fields

@@ -1,7 +1,8 @@
 """Hugging Face Llama: transformers' LlamaForCausalLM, mlx-lm's llama."""
 
+from ...config_fields import flatten_rope
 from ...errors import UserError
-from .layout import Layout, flatten_rope, refuse_unless, require
+from .layout import Layout, refuse_unless, require
 
 
 def _config(source):

@@ -88,6 +88,11 @@ class AttentionMethod:
     call: ClassVar[type[LayerCall]]
     #: whether its cache can be held to a budget of keys
     prunable: ClassVar[bool] = False
+    #: parts of the names of the parameters that install adds: a checkpoint without them is taken
+    #: to the method with fresh ones
+    own_parameters: ClassVar[tuple[str, ...]] = ()
+    #: those of them that stay in float32 when mlx-lm casts a model
+    float32_parameters: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> "AttentionMethod":

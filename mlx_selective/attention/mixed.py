@@ -24,6 +24,21 @@ class Mixed(AttentionMethod):
             if isinstance(getattr(method, "budget", None), list):
                 raise UserError(f"attention[{index}].budget must be one number for its layer.")
 
+    @property
+    def own_parameters(self) -> tuple[str, ...]:
+        """Those of all layers."""
+        return tuple({name for method in self.layers for name in method.own_parameters})
+
+    @property
+    def float32_parameters(self) -> tuple[str, ...]:
+        """Those of all layers."""
+        return tuple({name for method in self.layers for name in method.float32_parameters})
+
+    @property
+    def prunable(self) -> bool:
+        """Whether any layer is."""
+        return any(method.prunable for method in self.layers)
+
     def to_dict(self) -> list[dict[str, Any]]:
         """The ``attention`` list of config.json."""
         return [method.to_dict() for method in self.layers]
@@ -44,8 +59,7 @@ class Mixed(AttentionMethod):
             raise UserError(
                 f"budget lists {len(budgets)} layers, attention has {len(self.layers)}."
             )
-        prunable = [method.prunable for method in self.layers]
-        if not any(prunable):
+        if not self.prunable:
             return super().with_budget(budget)
         layers = []
         for method, budget_of_layer in zip(self.layers, budgets, strict=True):

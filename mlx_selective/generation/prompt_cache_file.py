@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cache import make_prompt_cache
+from ..cache import PrunedKVCache, make_prompt_cache
+from ..cache.integrity import is_whole
 from ..errors import UserError
 from ..files import check_safetensors
 from .chat_template import render_chat
@@ -70,7 +71,9 @@ class PromptCacheFile:
         """
         fresh = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=fresh)  # computes nothing, but gives the shapes
-        if len(fresh) != len(self.caches) or not all(map(_fits, self.caches, fresh)):
+        offsets = {str(cache.offset) for cache in self.caches if hasattr(cache, "offset")}
+        fits = len(fresh) == len(self.caches) and all(map(_fits, self.caches, fresh))
+        if not fits or len(offsets) > 1:
             raise UserError(
                 f"{self.path} does not fit the model {self.model}; save it again with cache_prompt."
             )
@@ -80,6 +83,8 @@ def _fits(held: Any, fresh: Any) -> bool:
     """Whether two caches are of one kind, with as many rows and heads of one size."""
     if isinstance(held, QuantizedKVCache):
         return isinstance(fresh, KVCache)
+    if isinstance(held, PrunedKVCache) and not is_whole(held):
+        return False
     return type(held) is type(fresh) and _shapes(held) == _shapes(fresh)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..attention import AttentionMethod, method_from_dict
+from ..attention import AttentionMethod, Softmax, method_from_dict
 from ..errors import UserError
 from .attention_code import INTERCEPTED, AttentionCode, calls_attention
 from .refusals import refuse_caches, refuse_config, refuse_parameters
@@ -42,6 +42,11 @@ def graft(
     """
     if not isinstance(attention, AttentionMethod):
         attention = method_from_dict(attention)
+    if not isinstance(model, nn.Module) or not hasattr(model, "layers"):
+        raise UserError(
+            "graft takes a model, the first of what mlx_lm.load returns; "
+            f"got {type(model).__name__}."
+        )
     if isinstance(model, GraftedModel):
         raise UserError(f"this model already carries {model.attention.kind} attention.")
     arguments = getattr(model, "args", None) or getattr(model, "config", None)  # as in plamo3
@@ -50,6 +55,8 @@ def graft(
     refuse_caches(model)
     # Everything that can be refused is refused before anything changes.
     modules = [_attention_module(layer) for layer in model.layers]
+    if len({id(module) for module in modules}) < len(modules):
+        raise UserError("layers of this model share one attention; a graft needs one for each.")
     width = model_width(config)
     shapes = [try_out(module, width) for module in modules]
     methods = [attention.for_layer(index, len(modules)) for index in range(len(modules))]
@@ -82,9 +89,26 @@ class GraftedModel:
 
     @property
     def cast_predicate(self):
-        """Temperatures stay in float32 when mlx-lm casts a model, and what the base model keeps."""
+        """What stays in float32 when mlx-lm casts: the method's such parameters, the model's own."""
         base = getattr(super(), "cast_predicate", lambda path: True)
-        return lambda path: "temperature" not in path and base(path)
+        kept = self.attention.float32_parameters
+        return lambda path: not any(name in path for name in kept) and base(path)
+
+    def shard(self, group: Any = None) -> None:
+        """Refuses mlx-lm's tensor parallelism, where each rank would take a head 0 of its own.
+
+        Raises:
+            UserError: unless all layers have softmax attention.
+        """
+        methods = [module.attention_method for module in map(_grafted_part, self.layers)]
+        if any(method.kind != Softmax.kind for method in methods):
+            raise UserError(f"{self.attention.kind} attention cannot be sharded over its heads.")
+        super().shard(group)
+
+
+def _grafted_part(layer: nn.Module) -> nn.Module:
+    """The grafted attention of a decoder layer."""
+    return next(m for _, m in layer.named_modules() if hasattr(m, "attention_method"))
 
 
 def _attention_module(layer: nn.Module) -> nn.Module:
@@ -109,11 +133,29 @@ def _grafted_attention(base: type) -> type:
         method = self.attention_method
         return code(self, method.call(method, self, x, cache), args, kwargs)
 
-    name = f"Grafted{base.__name__}"
-    return type(name, (base,), {"__call__": __call__, "__module__": __name__})
+    def __reduce_ex__(self, protocol):
+        return _empty, (_grafted_attention, base), *base.__reduce_ex__(self, protocol)[2:]
+
+    own = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
+    return type(_name(base), (base,), own)
 
 
 @functools.cache
 def _grafted_model(base: type) -> type:
-    name = f"Grafted{base.__name__}"
-    return type(name, (GraftedModel, base), {"__module__": __name__})
+    def __reduce_ex__(self, protocol):
+        return _empty, (_grafted_model, base), *base.__reduce_ex__(self, protocol)[2:]
+
+    own = {"__reduce_ex__": __reduce_ex__, "__module__": __name__}
+    return type(_name(base), (GraftedModel, base), own)
+
+
+def _name(base):
+    """Such as GraftedLlamaAttention."""
+    family = "".join(word.title() for word in base.__module__.rpartition(".")[2].split("_"))
+    return f"Grafted{family}{base.__name__}"
+
+
+def _empty(make_class, base):
+    """An object of a class made here, before pickle or copy fills it."""
+    made = make_class(base)
+    return made.__new__(made)

@@ -42,8 +42,7 @@ def config_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """A config, and the config of the language model inside it where a model also sees."""
     yield config
     nested = config.get("text_config")
-    if nested is not None:
-        yield nested if isinstance(nested, Mapping) else getattr(nested, "__dict__", {})
+    yield nested if isinstance(nested, Mapping) else getattr(nested, "__dict__", {})
 
 
 def refuse_config(config: Mapping[str, Any]) -> None:

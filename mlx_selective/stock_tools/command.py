@@ -36,8 +36,11 @@ _COUNTS = (
     *("grad_accumulation_steps", "max_seq_length"),
     *("prompt_tokens", "generation_tokens", "num_trials", "prefill_step_size"),
 )
-#: What mlx-lm and its libraries raise at a user's mistake.
-_MISTAKES = (ValueError, ImportError, RuntimeError, jinja2.TemplateError, yaml.YAMLError)
+#: What mlx-lm and its libraries raise at a user's mistake, such as a wrong type in lora's settings.
+_MISTAKES = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(ImportError, RuntimeError, jinja2.TemplateError, yaml.YAMLError),
+)
 
 
 def run(command: str, arguments: list[str]) -> None:
@@ -65,7 +68,8 @@ def run(command: str, arguments: list[str]) -> None:
         except UserError:
             raise
         except _MISTAKES as error:
-            raise UserError(one_line(error)) from error
+            kind = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
+            raise UserError(one_line(error) + kind) from error
 
 
 def _openers(command: str, trust: bool) -> dict[str, Callable]:
@@ -109,6 +113,11 @@ def _parser_class(command: str) -> type[argparse.ArgumentParser]:
             with suppress(argparse.ArgumentError):  # in mlx-lm 0.31 not all tools have it
                 self.add_argument(_TRUST, action="store_true", help="Trust a folder's code.")
             parsed = super().parse_args(*args, **options)
+            if (
+                command == "fuse"
+                and Path(parsed.save_path).resolve() == Path(parsed.model).resolve()
+            ):
+                self.error("--save-path is the folder of --model, which would be written over")
             for name in _COUNTS:
                 count = getattr(parsed, name, None)
                 if count is not None and count < 1:

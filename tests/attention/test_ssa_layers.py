@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import error, float64
 from mlx.utils import tree_flatten
-from mlx_lm.models import gpt_neox, gptj, nanochat, plamo
+from mlx_lm.models import gpt_neox
 from mlx_lm.models.cache import (
     BatchKVCache,
     KVCache,
@@ -258,14 +258,15 @@ def test_share_of_new_parameters_in_pythia_160m(token_map, share):
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
 OTHERS = {
-    "gptj": (gptj, {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 8}),
-    "nanochat": (nanochat, SIZES | {"num_key_value_heads": 2, "intermediate_size": 48}),
-    "plamo": (plamo, SIZES | {"intermediate_size": 48, "n_shared_head": 2}),
+    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 8},
+    "nanochat": SIZES | {"num_key_value_heads": 2, "intermediate_size": 48},
+    "plamo": SIZES | {"intermediate_size": 48, "n_shared_head": 2},
 }
 
 
 def other(family):
-    module, config = OTHERS[family]
+    # mlx-lm 0.31 does not have all of them.
+    module, config = pytest.importorskip(f"mlx_lm.models.{family}"), OTHERS[family]
     defaults = {"model_type": family, "vocab_size": 97, "layer_norm_epsilon": 1e-5}
     defaults |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 64, "rope_theta": 1e4}
     return randomise(module.Model(module.ModelArgs.from_dict(defaults | config)), 0)

@@ -1,5 +1,7 @@
 """Grafted models: equal to mlx-lm's where they should be, and mlx-lm's in all but attention."""
 
+import copy
+import pickle
 import sys
 
 import mlx.core as mx
@@ -263,3 +265,28 @@ def test_a_head_size_that_cannot_be_rotated_is_told():
         grafted("llama", {"kind": "selective"}, head_dim=15)
     ids = tokens(1, 5)
     assert grafted("llama", {"kind": "stick_breaking"}, head_dim=15)(ids).shape == (1, 5, 97)
+
+
+@cases
+def test_copies_and_pickles(family, attention):
+    model, ids = grafted(family, attention), tokens(1, 9)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert mx.array_equal(other(ids), model(ids))
+        assert list(map(type, other.make_cache())) == list(map(type, model.make_cache()))
+
+
+def test_rope_settings_of_transformers_5():
+    """Nested in rope_parameters; what stands beside it, as convert writes it, goes first."""
+    attention, ids = {"kind": "selective"}, tokens(1, 30)
+    nested = {"rope_theta": 50.0, "rope_type": "default"}
+    model = grafted("llama", attention, rope_parameters=nested)
+    assert mx.array_equal(model(ids), grafted("llama", attention, rope_theta=50.0)(ids))
+    assert not mx.array_equal(model(ids), grafted("llama", attention)(ids))
+    both = grafted("llama", attention, rope_parameters=nested, rope_theta=10000.0)
+    assert mx.array_equal(both(ids), grafted("llama", attention)(ids))
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    linear = grafted("llama", attention, rope_scaling={"type": "linear", "factor": 4.0})
+    assert mx.array_equal(grafted("llama", attention, rope_parameters=scaled)(ids), linear(ids))
+    neox = grafted("gpt_neox", attention, rope_parameters={"partial_rotary_factor": 0.5})
+    assert neox.args.rotary_pct == CONFIGS["gpt_neox"]["rotary_pct"]

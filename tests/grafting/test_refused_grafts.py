@@ -4,9 +4,11 @@ import ast
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import RotatingKVCache
 from tiny import attention_of, config_of, grafted, module_of, present, randomise, stock, tokens
 from tiny_families import SHARED
 
@@ -239,3 +241,32 @@ def test_every_window_of_mlx_lm_has_a_cache_of_its_own(path):
         assert caches & {"RotatingKVCache", "ChunkedKVCache"}
     if any(word in path.read_text().lower() for word in ("window", "sliding", "chunked_attention")):
         assert caches or path.stem in UNUSED
+
+
+# What is no model, or has no attention for each layer ---------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [None, nn.Linear(3, 4), (stock("llama"), "tokenizer")])
+def test_what_is_no_model_is_told(thing):
+    with pytest.raises(UserError, match="graft takes a model, the first of what mlx_lm.load"):
+        graft(thing, {"kind": "selective"})
+
+
+@pytest.mark.parametrize("part", ["layer", "attention"])
+def test_layers_that_share_their_attention(part):
+    model, ids = stock("llama"), tokens(1, 9)
+    if part == "layer":
+        model.model.layers[1] = model.model.layers[0]
+    else:
+        model.layers[1].self_attn = model.layers[0].self_attn
+    before = model(ids)
+    with pytest.raises(UserError, match="share one attention"):
+        graft(model, {"kind": "selective"})
+    assert mx.array_equal(model(ids), before)
+
+
+def test_stick_breaking_refuses_a_rotating_cache():
+    """Once it has wrapped, its keys are out of order."""
+    model = grafted("llama", {"kind": "stick_breaking"})
+    with pytest.raises(UserError, match="rotating KV cache"):
+        model(tokens(1, 4), cache=[RotatingKVCache(8) for _ in model.layers])

@@ -129,6 +129,8 @@ def test_code_of_another_folder_is_run_where_the_user_trusts_it(folder):
         ([*TOOLS["fuse"], "--adapter-path", "nowhere"], "nowhere: no adapter of this model"),
         ([*TOOLS["fuse"], "--adapter-path", "model"], "model: no adapter of this model"),
         ([*TOOLS["fuse"], "--save-path", "data/train.jsonl"], "data/train.jsonl"),
+        ([*TOOLS["fuse"], "--save-path", "data/../model/"], "--save-path is the folder of --model"),
+        ([*CACHE, "--kv-bits", "8", "--quantized-kv-start", "0"], "leave out kv_bits"),
         ([*TOOLS["server"], "--port", "99999999"], "--port must be from 0 to 65535"),
         ([*TOOLS["server"], "--host", "no.invalid"], "--host no.invalid --port 0: "),
         ([*TOOLS["server"], "--adapter-path", "nowhere"], "nowhere: no adapter of this model"),
@@ -216,6 +218,49 @@ def test_a_prompt_cache_of_a_model_that_changed(refused, folder, models, kind):
         shutil.copytree(models(kind), folder / "model")
         words = "saved.safetensors does not fit the model model; save it again"
     assert words in refused("generate", "--prompt-cache-file", "saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("positions", lambda a: a[:, :0]),
+        ("positions", lambda a: a * 1000),
+        ("positions", lambda a: a - 5),
+        ("F", lambda a: a[:, :0]),
+        ("F", lambda a: a * float("nan")),
+        ("hole", lambda a: a + 1000),
+        ("offsets", lambda a: a[:0]),
+        ("offsets", lambda a: a + 7),
+        ("kept", lambda a: a[:0]),
+        ("kept", lambda a: a - 5),
+        ("budget", lambda a: a - 100),
+    ],
+)
+def test_a_prompt_cache_whose_parts_do_not_agree(refused, folder, name, change):
+    assert main(CACHE) == 0
+    arrays, metadata = mx.load("saved.safetensors", return_metadata=True)
+    parts = ("keys", "values", "positions", "F", "hole", "offsets", "kept", "budget")
+    key = f"0.{parts.index(name)}"
+    arrays[key] = change(arrays[key])
+    mx.save_safetensors("saved.safetensors", arrays, metadata)
+    line = refused("generate", "--prompt-cache-file", "saved")
+    assert "saved.safetensors does not fit the model" in line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "lora_parameters: 5",
+        "lora_parameters: {rank: 8}",
+        "lr_schedule: 5",
+        "optimizer_config: {adam: {nope: 1}}",
+        "steps_per_eval: 0",
+        'num_layers: "2"',
+    ],
+)
+def test_settings_of_a_wrong_type(refused, folder, settings):
+    text("settings.yaml", settings)(folder)
+    assert refused(*TRAIN, "--config", "settings.yaml")
 
 
 # The user's own end -------------------------------------------------------------------------------

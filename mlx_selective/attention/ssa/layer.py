@@ -76,6 +76,7 @@ class SSA(AttentionMethod):
 
     kind = "ssa"
     call = SSACall
+    own_parameters = float32_parameters = ("temperature",)
 
     query: bool = True
     key: bool = False

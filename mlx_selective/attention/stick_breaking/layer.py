@@ -46,6 +46,11 @@ class StickBreakingCall(LayerCall):
         return x  # stick-breaking has no position embedding
 
     def attend(self, queries, keys, values, scale):
+        if hasattr(self.cache, "max_size"):
+            raise UserError(
+                "stick_breaking reads keys in their order, and a rotating KV cache does not keep "
+                "it; leave out max_kv_size."
+            )
         if hasattr(self.cache, "bits"):
             raise UserError("stick_breaking does not read a quantised KV cache; leave out kv_bits.")
         remainder_form, key_heads = self.method.remainder, keys.shape[1]
@@ -87,6 +92,7 @@ class StickBreaking(AttentionMethod):
 
     kind = "stick_breaking"
     call = StickBreakingCall
+    own_parameters = ("head_bias", "head_norm")
 
     attend_current: bool = False
     remainder: str = "none"
