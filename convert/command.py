@@ -1,10 +1,14 @@
 """``mlx-selective convert``."""
 
 import argparse
+import json
+from typing import Any
 
+import mlx.core as mx
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 
 from ..attention import METHODS
+from ..files import one_line
 from .pipeline import convert
 
 
@@ -21,12 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--attention",
-        choices=list(METHODS),
-        help="Attention the checkpoint was trained with, where its config.json does not tell "
-        "(default: softmax).",
+        type=_attention,
+        metavar="KIND|JSON",
+        help="Attention the checkpoint was trained with, where its config.json does not tell: "
+        f"{', '.join(METHODS)}, or settings in JSON: an object with a kind, or a list with one "
+        "for each layer (default: softmax). Parameters of the attention that the checkpoint does "
+        "not have start afresh.",
     )
     parser.add_argument(
-        "--budget", type=int, help="Keys each layer keeps, stored in the model (selective only)."
+        "--budget", type=int, help="Keys each selective layer keeps, stored in the model."
     )
     parser.add_argument("-q", "--quantize", action="store_true", help="Generate a quantized model.")
     parser.add_argument("--q-bits", type=int, help="Bits per weight for quantization.")
@@ -45,8 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="Branch, tag or commit on the Hub.")
 
 
+def _attention(text: str) -> Any:
+    """A kind, or what JSON says; whether the settings in it are right, convert looks."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(f"not readable as JSON: {one_line(error)}") from None
+    if text in METHODS:
+        return text
+    raise argparse.ArgumentTypeError(
+        f"invalid choice: {text!r} (choose from {', '.join(METHODS)}, or give settings in JSON)"
+    )
+
+
 def run(args: argparse.Namespace) -> None:
     """Converts, and says where the model is."""
+    # Some fresh parameters start at random: the same in every run.
+    mx.random.seed(0)
     folder = convert(
         args.hf_path,
         args.mlx_path,

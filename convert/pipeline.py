@@ -1,5 +1,6 @@
 """The conversion: source, layout, weights, then a whole folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import quantize_model, save_config, save_model
 
-from ..attention import SSA, method_from_dict
+from ..attention import AttentionMethod, Softmax, method_from_dict
 from ..config_fields import check_fields
 from ..errors import UserError
 from ..files import one_line, read_json
@@ -26,7 +27,7 @@ def convert(
     hf_path: str,
     mlx_path: str | Path = "mlx_model",
     *,
-    attention: str | None = None,
+    attention: str | dict[str, Any] | list[dict[str, Any]] | None = None,
     budget: int | None = None,
     quantize: bool = False,
     q_bits: int | None = None,
@@ -41,9 +42,11 @@ def convert(
         hf_path: folder or Hub id of the checkpoint, or of a model that was converted before, to
             change its dtype, its budget, or quantise it.
         mlx_path: folder to write; must not exist. It appears only when whole.
-        attention: kind of attention the checkpoint was trained with, where its config.json
-            does not tell; default softmax.
-        budget: keys a layer keeps, written to the config (selective attention only).
+        attention: attention the checkpoint was trained with, where its config.json does not
+            tell: a kind, an object as in config.json (``{"kind": "ssa", "key": True}``), or a
+            list with one for each layer; default softmax. Parameters of the attention that the
+            checkpoint does not have start afresh.
+        budget: keys a layer keeps, written to the config (selective layers only).
         quantize: quantise the weights, with ``q_bits``, ``q_group_size`` and ``q_mode`` as in
             mlx_lm.convert.
         dtype: float16, bfloat16 or float32; default the config's torch_dtype.
@@ -57,35 +60,38 @@ def convert(
     """
     mlx_path = Path(mlx_path)
     check_free(mlx_path)
+    asked = None if attention is None else _asked(attention)
     if quantize:
         _check_quantization(q_group_size, q_bits, q_mode)
+    quantization = (q_group_size, q_bits, q_mode) if quantize else None
     folder = find_checkpoint(hf_path, revision)
-    source_config = read_json(folder / "config.json")
-    layout = find_layout(source_config)
-    config = _target_config(layout, source_config, attention, budget)
-    kind = method_from_dict(config["attention"]).kind
-    print(f"[INFO] {layout.name}, {kind} attention", flush=True)
+    source = read_json(folder / "config.json")
+    layout = find_layout(source)
+    config = _target_config(layout, source, asked, budget)
     model = Model(ModelArgs(config))
+    print(f"[INFO] {layout.name}, {model.attention.kind} attention", flush=True)
     fetch_weights(hf_path, revision)
     # Inside, so that whatever is wrong with the source is found before much is read or written.
     with whole_folder(mlx_path) as partial:
         write_tokenizer(folder, partial)
         config["eos_token_id"] = end_tokens(folder, config, partial)
-        print("[INFO] Loading", flush=True)
-        model = _load(model, layout, folder, config, source_config)
-        _set_dtype(model, config, dtype)
-        if quantize:
-            print("[INFO] Quantizing", flush=True)
-            model, config = _quantize(model, config, q_group_size, q_bits, q_mode)
-        with writing(mlx_path):
-            save_config(config, partial / "config.json")
-            (partial / MODEL_FILE).write_text(MODEL_FILE_TEXT, encoding="utf-8")
-            save_model(partial, model, donate_model=True)
+        model = _load(model, layout, folder, config, source)
+        if isinstance(attention, dict | list):
+            _check_settings(asked, budget, config["attention"])
+        _finish(model, config, dtype, quantization, partial, mlx_path)
     return mlx_path
 
 
+def _asked(attention: Any) -> AttentionMethod:
+    """The method that ``--attention`` names or describes."""
+    try:
+        return method_from_dict({"kind": attention} if isinstance(attention, str) else attention)
+    except UserError as error:
+        raise UserError(f"--attention: {error}") from None
+
+
 def _target_config(
-    layout: Layout, source: dict[str, Any], kind: str | None, budget: int | None
+    layout: Layout, source: dict[str, Any], asked: AttentionMethod | None, budget: int | None
 ) -> dict[str, Any]:
     """config.json of the converted model."""
     if source.get("quantization_config") or source.get("quantization"):
@@ -94,7 +100,7 @@ def _target_config(
     config = layout.config(source)
     # It names code files, which are not copied.
     config.pop("auto_map", None)
-    method = _attention(layout, source, kind)
+    method = _attention(layout, source, asked)
     if budget is not None:
         method = method.with_budget(budget)
     return {
@@ -106,25 +112,38 @@ def _target_config(
     }
 
 
-def _attention(layout, source, kind):
+def _attention(layout, source, asked):
     """The attention method: what the source says, or else what the user says."""
     told = layout.attention(source)
-    method = method_from_dict({"kind": kind or "softmax"} if told is None else told)
-    if kind not in (None, method.kind):
+    if told is None:
+        return asked or Softmax()
+    method = method_from_dict(told)
+    if asked and asked.kind != method.kind:
         raise UserError(
-            f"--attention {kind}: this checkpoint was trained with {method.kind} attention."
+            f"--attention {asked.kind}: this checkpoint was trained with {method.kind} attention."
         )
     return method
 
 
-def _load(model, layout, folder, config, source_config):
+def _check_settings(asked, budget, written):
+    """Refuses settings that say something else than the source, its tensors included, told."""
+    asked = asked if budget is None else asked.with_budget(budget)
+    if asked.to_dict() != written:
+        raise UserError(
+            f"--attention {json.dumps(asked.to_dict())}: this checkpoint tells its attention, "
+            f"{json.dumps(written)}; leave out --attention."
+        )
+
+
+def _load(model, layout, folder, config, source):
     """Reads the checkpoint into the model, or into one that its tensors tell; gives that one."""
-    # A softmax checkpoint taken to SSA starts from temperatures that change nothing.
-    untold = layout.attention(source_config) is None
-    fresh = ("temperature",) if untold and config["attention"]["kind"] == SSA.kind else ()
+    print("[INFO] Loading", flush=True)
+    # A checkpoint that tells its attention was trained with it, and has its parameters.
+    untold = layout.attention(source) is None
+    fresh = model.attention.own_parameters if untold else ()
     try:
         tensors = read_tensors(weight_files(folder))
-        told = layout.attention_by_tensors(source_config, tensors)
+        told = layout.attention_by_tensors(source, tensors)
         if told:
             config["attention"] = method_from_dict(config["attention"] | told).to_dict()
             model = Model(ModelArgs(config))
@@ -135,6 +154,18 @@ def _load(model, layout, folder, config, source_config):
         raise UserError(f"{prefix}{error}") from None
     model.load_weights(list(weights.items()), strict=not fresh)
     return model
+
+
+def _finish(model, config, dtype, quantization, partial, mlx_path):
+    """Casts and quantises the model, and writes it beside its tokenizer."""
+    _set_dtype(model, config, dtype)
+    if quantization:
+        print("[INFO] Quantizing", flush=True)
+        model, config = _quantize(model, config, *quantization)
+    with writing(mlx_path):
+        save_config(config, partial / "config.json")
+        (partial / MODEL_FILE).write_text(MODEL_FILE_TEXT, encoding="utf-8")
+        save_model(partial, model, donate_model=True)
 
 
 def _set_dtype(model: nn.Module, config: dict[str, Any], dtype: str | None) -> None:

@@ -25,10 +25,11 @@ def map_weights(
         tensors: source name -> tensor.
         model: the mlx-selective model, for its parameter names and shapes.
         heads: number of attention heads, for rows that are fused by head.
-        fresh: parts of names that may keep their fresh values when the checkpoint lacks them.
+        fresh: parts of names of parameters that keep their fresh values if the checkpoint has
+            none of them; some without the others are an incomplete checkpoint.
 
     Returns:
-        Parameter name -> tensor, complete and of the right shapes.
+        Parameter name -> tensor, of the right shapes, complete but for the fresh ones.
 
     Raises:
         UserError: naming the first tensor that is missing, left over, or of a wrong shape or type.
@@ -36,22 +37,26 @@ def map_weights(
     shapes = {name: value.shape for name, value in tree_flatten(model.parameters())}
     rules = dict(layout.rules(len(model.layers), shapes))
     _check_all_known(layout, tensors, rules, shapes)
+    own = {name for name in shapes if any(part in name for part in fresh)}
+    given = {target for name in tensors if name in rules for target in rules[name].targets}
+    required = set(shapes) if own & given else set(shapes) - own
     weights = {}
     for source, rule in rules.items():
-        wanted = [target for target in rule.targets if target in shapes]
-        if not wanted:
-            continue
         if source not in tensors:
-            if any(part in target for part in fresh for target in wanted):
+            if required.isdisjoint(rule.targets):
                 continue
             raise UserError(
                 f"tensor {source} is missing; the checkpoint is incomplete, "
                 f"or its config.json belongs to another one.{layout.hint(source)}"
             )
+        if shapes.keys().isdisjoint(rule.targets):
+            continue  # the copy of tied weights
         target_shapes = [shapes[target] for target in rule.targets]
         _check_tensor(source, tensors[source], target_shapes)
         parts = rule.apply(tensors[source], heads, target_shapes)
         weights.update(zip(rule.targets, parts, strict=True))
+    for name in sorted(required - weights.keys()):
+        raise UserError(f"the {layout.name} layout has no tensor for the model's {name}.")
     return weights
 
 

@@ -77,12 +77,12 @@ def check_fields(config: dict[str, Any], names: Mapping[str, str] | None = None)
             raise UserError(f"config.json: {many} {total} must be a multiple of {few} {part}.")
 
 
-def flatten_rope(config: dict[str, Any], theta: str = "rope_theta") -> dict[str, Any]:
+def flatten_rope(config: dict[str, Any], base_model_type: str) -> dict[str, Any]:
     """The fields that mlx-lm reads, of transformers 5's nested ``rope_parameters``.
 
     Args:
         config: config.json as a dict.
-        theta: mlx-lm's name of the base of the rotation.
+        base_model_type: the mlx-lm model that reads them; GPT-NeoX has names of its own.
 
     Raises:
         UserError: if ``rope_parameters`` or ``rope_scaling`` is no object.
@@ -91,11 +91,10 @@ def flatten_rope(config: dict[str, Any], theta: str = "rope_theta") -> dict[str,
         if not isinstance(config.get(name) or {}, dict):
             raise UserError(f"config.json: {name} must be an object, got {config[name]!r}.")
     rope = config.get("rope_parameters") or {}
-    fields = {}
-    if "rope_theta" in rope:
-        fields[theta] = rope["rope_theta"]
-    if "partial_rotary_factor" in rope:
-        fields["rotary_pct"] = fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    names = {name: name for name in ("rope_theta", "partial_rotary_factor")}
+    if base_model_type == "gpt_neox":
+        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    fields = {names[name]: rope[name] for name in names if name in rope}
     if rope.get("rope_type", "default") != "default":
         fields["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
     return fields

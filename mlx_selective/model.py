@@ -45,9 +45,8 @@ class ModelArgs:
     """
 
     def __init__(self, config: dict[str, Any]):
-        theta = "rotary_emb_base" if config.get("base_model_type") == "gpt_neox" else "rope_theta"
         # A folder of transformers 5 says it in rope_parameters, which mlx-lm does not read.
-        config = {**flatten_rope(config, theta), **config}
+        config = {**flatten_rope(config, config.get("base_model_type")), **config}
         check_fields(config)
         self.config = dict(config)
         self.model_type = MODEL_TYPE

@@ -6,6 +6,7 @@ one for the first step, and so does generate_step.
 """
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from layer import kept_in_row
@@ -13,7 +14,8 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import grafted, tokens
 
-from mlx_selective import PrunedKVCache
+from mlx_selective import PrunedKVCache, load
+from mlx_selective.builtin import BUILTIN_MODEL
 
 ATTENTIONS = {
     "selective": {"kind": "selective"},
@@ -138,3 +140,56 @@ def test_budgets_hold_in_batches():
     for cache, length, count in zip(caches, LENGTHS, MAX_TOKENS, strict=True):
         seen = length + count
         assert [layer.size() for layer in cache] == [min(3, seen), seen, min(12, seen)]
+
+
+# mlx_lm.batch_generate ----------------------------------------------------------------------------
+
+TEXTS = [
+    "Once upon a time, there was a little girl who had a red ball. One day",
+    "Tom and his dog",
+    "The",
+    "Lily went to the park with her mom. They saw a pond with ducks. Lily said,",
+]
+COUNTS, BUDGET = [14, 6, 20, 9], 16
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    return load(BUILTIN_MODEL, budget=BUDGET)
+
+
+def written_alone(builtin, ids, count, cache):
+    """The tokens that mlx_lm.stream_generate gives to one prompt."""
+    options = {"prompt_cache": cache, "prefill_step_size": STEP}
+    responses = mlx_lm.stream_generate(*builtin, ids, max_tokens=count, **options)
+    return [r.token for r in responses if r.finish_reason != "stop"]
+
+
+def test_batch_generate_writes_what_each_prompt_gets_alone(builtin):
+    """And its caches go on: with the next message, in a batch again."""
+    model, tokenizer = builtin
+    caches = [make_prompt_cache(model) for _ in TEXTS]
+    options = {"return_token_ids": True, "return_prompt_caches": True, "prefill_step_size": STEP}
+    given, alike = None, [True] * len(TEXTS)
+    for texts in (TEXTS, ["\nThen he", "!", " and so the old king went home. The", "\nBut"]):
+        prompts = [tokenizer.encode(text, add_special_tokens=given is None) for text in texts]
+        assert len(set(map(len, prompts))) > 2
+        expected = [
+            written_alone(builtin, prompt, count, cache)
+            for prompt, count, cache in zip(prompts, COUNTS, caches, strict=True)
+        ]
+        assert list(map(len, expected)) == COUNTS  # none ends before its time
+        before = given and given.caches
+        given = mlx_lm.batch_generate(model, tokenizer, prompts, before, COUNTS, **options)
+        assert given.texts == list(map(tokenizer.decode, given.token_ids))
+        for ids, others, like in zip(given.token_ids, expected, alike, strict=True):
+            assert ids == others or not like
+        for cache, other in zip(given.caches, caches, strict=True):
+            sizes = [(layer.size(), layer.offset) for layer in other]
+            assert [(layer.size(), layer.offset) for layer in cache] == sizes
+            assert sizes[0][0] == min(BUDGET, sizes[0][1])
+        alike = [
+            all(map(keeps_the_same, cache, other))
+            for cache, other in zip(caches, given.caches, strict=True)
+        ]
+        assert sum(alike) >= len(alike) - 1

@@ -18,7 +18,7 @@ def _config(source):
     )
     # transformers' defaults for what old configs leave out
     defaults = {"rotary_pct": 0.25, "rotary_emb_base": 10000, "use_parallel_residual": True}
-    config = {**defaults, **source, **flatten_rope(source, theta="rotary_emb_base")}
+    config = {**defaults, **source, **flatten_rope(source, "gpt_neox")}
     # mlx-lm's gpt_neox would rotate without it.
     refuse_unless(config, "rope_scaling", None, None)
     return config

@@ -19,9 +19,17 @@ class Rename:
 
     @property
     def targets(self) -> tuple[str, ...]:
+        """The names of the parameters that :meth:`apply` gives, in its order: one."""
         return (self.target,)
 
     def apply(self, tensor: mx.array, heads: int, shapes: list[tuple]) -> list[mx.array]:
+        """The tensor as it is, in a list of one.
+
+        Args:
+            tensor: of the parameter's shape.
+            heads: query heads H; not needed.
+            shapes: the shape of the one parameter; not needed.
+        """
         return [tensor]
 
 
@@ -29,12 +37,27 @@ class Rename:
 class PerHead:
     """Rows are stored key head by key head: its query heads, then the key, then the value.
 
-    (Hkv, H / Hkv + 2, D) rows; the targets are the projections of queries, keys and values.
+    (Hkv, H / Hkv + 2, D) rows.
+
+    Args:
+        targets: the parameters in the order that :meth:`apply` gives them: the projections of
+            queries, keys and values.
     """
 
     targets: tuple[str, ...]
 
     def apply(self, tensor: mx.array, heads: int, shapes: list[tuple]) -> list[mx.array]:
+        """Sorts the rows into a part for each target.
+
+        Args:
+            tensor: the fused weight ((H + 2 Hkv) * D, C) or bias ((H + 2 Hkv) * D,).
+            heads: query heads H.
+            shapes: those of the targets, (H * D, C), (Hkv * D, C) and (Hkv * D, C),
+                or without C.
+
+        Returns:
+            The parts, of these shapes; the heads of each keep their order.
+        """
         queries, keys, *_ = (shape[0] for shape in shapes)
         key_heads, rest = heads * keys // queries, tensor.shape[1:]
         counts = [shape[0] // key_heads for shape in shapes]
@@ -45,11 +68,25 @@ class PerHead:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Equal blocks of rows, one after another."""
+    """Equal blocks of rows, one after another.
+
+    Args:
+        targets: the parameters in the order of their blocks, as :meth:`apply` gives them.
+    """
 
     targets: tuple[str, ...]
 
     def apply(self, tensor: mx.array, heads: int, shapes: list[tuple]) -> list[mx.array]:
+        """Cuts the rows into a block for each target.
+
+        Args:
+            tensor: (n * R, ...) for n targets of R rows.
+            heads: query heads H; not needed.
+            shapes: those of the targets, each (R, ...); not needed.
+
+        Returns:
+            n blocks (R, ...).
+        """
         return mx.split(tensor, len(self.targets), axis=0)
 
 

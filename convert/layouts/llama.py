@@ -23,7 +23,7 @@ def _config(source):
             "expected full_attention for each of num_hidden_layers."
         )
     # transformers unties unless told; mlx-lm's llama ties.
-    return {"tie_word_embeddings": False, **source, **flatten_rope(source)}
+    return {"tie_word_embeddings": False, **source, **flatten_rope(source, "llama")}
 
 
 _LAYER = "model.layers.{i}."

@@ -27,6 +27,7 @@ class AttentionShape:
         head_size: size D of a query or key.
         value_size: size Dv of a value.
         rotated: how many dimensions of a head RoPE turns; 0 where the layer has none.
+        scaled_by_position: whether queries are scaled by their position, as in ministral3.
         shows_projections: whether :meth:`LayerCall.rotate` gets all queries and then all keys
             as they were projected, or there is no RoPE.
     """
@@ -37,6 +38,7 @@ class AttentionShape:
     head_size: int
     value_size: int
     rotated: int
+    scaled_by_position: bool = False
     shows_projections: bool = False
 
 
@@ -54,6 +56,10 @@ class LayerCall:
         attention: mlx-lm's attention module.
         x: the layer's input (B, T, C), after its norm.
         cache: the layer's own cache or None.
+
+    Attributes:
+        offset: position of the first of these tokens, an int, or (B,) where rows differ.
+        mask: what the cache's ``make_mask`` gave, "causal", or None.
     """
 
     def __init__(self, method: "AttentionMethod", attention: nn.Module, x: mx.array, cache: Any):
@@ -70,13 +76,13 @@ class LayerCall:
         return rope(x, *args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Stores the new keys and values (B, Hkv, T, D); returns all that the queries may see."""
+        """Stores new keys (B, Hkv, T, D) and values (B, Hkv, T, Dv); returns all to be seen."""
         if self.cache is None:
             return keys, values
         return self.cache.update_and_fetch(keys, values)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """The attention output (B, H, T, D) of queries (B, H, T, D) over what was fetched."""
+        """The output (B, H, T, Dv) of queries (B, H, T, D) over what was fetched."""
         raise NotImplementedError
 
 

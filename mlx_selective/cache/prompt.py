@@ -6,6 +6,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import UserError
+from .pruned import PrunedKVCache
 
 
 def make_prompt_cache(model: nn.Module, budget: int | list[int] | None = None) -> list[Any]:
@@ -26,3 +27,16 @@ def make_prompt_cache(model: nn.Module, budget: int | list[int] | None = None) -
             "without it (convert with --attention selective)."
         )
     return model.make_cache(budget)
+
+
+def refuse_quantised_keys(prompt_cache: list[Any]) -> None:
+    """Refuses ``kv_bits`` for pruned caches, before anything is generated.
+
+    Args:
+        prompt_cache: one cache a layer.
+
+    Raises:
+        UserError: if any of them is pruned.
+    """
+    if any(isinstance(cache, PrunedKVCache) for cache in prompt_cache):
+        raise UserError("a pruned KV cache cannot be quantised; leave out kv_bits.")

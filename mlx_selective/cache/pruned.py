@@ -3,7 +3,6 @@
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..errors import UserError
 from .batch import BatchRows
 
 #: The first token and the newest one never leave.
@@ -246,14 +245,6 @@ class PrunedKVCache(BatchRows):
         self.offsets, self.kept = offsets.tolist(), kept.tolist()
         self.budget = budget.item() if budget.size else None
         self._live = 0
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4):
-        """Refuses what mlx-lm's ``kv_bits`` asks for.
-
-        Raises:
-            UserError: always; a pruned cache keeps few keys, in the model's dtype.
-        """
-        raise UserError("a pruned KV cache cannot be quantised; leave out kv_bits.")
 
     def is_trimmable(self) -> bool:
         """False: F cannot be taken back, and evicted keys are gone."""

@@ -10,7 +10,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cache import account, make_prompt_cache
+from ..cache import account, make_prompt_cache, refuse_quantised_keys
 from ..errors import UserError
 from ..output import safe_text
 
@@ -48,9 +48,12 @@ def stream_generate(
         mlx-lm's GenerationResponse.
 
     Raises:
-        UserError: if both a budget and a prompt_cache are given, or the model has no budget.
+        UserError: if both a budget and a prompt_cache are given, or the model has no budget; if
+            ``kv_bits`` would quantise pruned caches, which mlx-lm would pass over in silence.
     """
     prompt_cache = _cache_for(model, budget, prompt_cache, kwargs)
+    if kwargs.get("kv_bits") is not None:
+        refuse_quantised_keys(prompt_cache)
     yield from mlx_lm.stream_generate(
         model,
         tokenizer,

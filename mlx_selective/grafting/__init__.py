@@ -1,6 +1,6 @@
 """mlx-lm's own model with another attention in it, and what stands against that."""
 
-from .families import correct_family
+from .departures import correct_family
 from .grafted_model import GraftedModel, graft
 from .refusals import refuse_config
 

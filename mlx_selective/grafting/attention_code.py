@@ -4,7 +4,6 @@ import inspect
 import types
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
@@ -17,17 +16,38 @@ _MASK_NAMES = ("mask", "attention_mask")
 _HARMLESS = ("attn_scale",)
 
 
+def names_in_code(module: nn.Module) -> tuple[str, ...]:
+    """The names that a module's own ``__call__`` uses."""
+    code = getattr(type(module).__call__, "__code__", None) if callable(module) else None
+    return code.co_names if code else ()
+
+
 def calls_attention(module: nn.Module) -> bool:
     """Whether a module's own code ends in mlx-lm's attention function."""
-    code = getattr(type(module).__call__, "__code__", None) if callable(module) else None
-    return code is not None and INTERCEPTED in code.co_names
+    return INTERCEPTED in names_in_code(module)
+
+
+def with_globals(function: types.FunctionType, **names: Any) -> types.FunctionType:
+    """The same code, finding other things under some global names."""
+    code, scope = function.__code__, {**function.__globals__, **names}
+    copy = types.FunctionType(
+        code, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class AttentionCode:
     """The ``__call__`` of an mlx-lm attention class, with three things exchanged.
 
+    The names that the code finds in its module are those of this moment.
+
     Args:
         base: the class; ``calls_attention`` holds for its instances.
+
+    Attributes:
+        input: what the code calls the layer's input (B, T, C).
+        scales_by_position: whether it takes a scale of the queries that depends on their position.
 
     Raises:
         UserError: if it takes keys from elsewhere, or no mask or cache.
@@ -35,16 +55,13 @@ class AttentionCode:
 
     def __init__(self, base: type):
         original = base.__call__
-        scope = {**original.__globals__, INTERCEPTED: _hand_over}
-        self._run = types.FunctionType(
-            original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
-        )
-        self._run.__kwdefaults__ = original.__kwdefaults__
+        self._run = with_globals(original, **{INTERCEPTED: _hand_over})
         self._signature = inspect.signature(original)
-        _, self._input, *others = self._signature.parameters
+        self._self, self.input, *others = self._signature.parameters
         self._mask = next((name for name in _MASK_NAMES if name in others), None)
         if self._mask is None or "cache" not in others:
             raise UserError(f"{base.__name__} cannot be grafted: it takes no mask or no cache.")
+        self.scales_by_position = any(name in others for name in _HARMLESS)
         foreign = [n for n in others if n not in (self._mask, "cache", *_HARMLESS)]
         if foreign:
             raise UserError(
@@ -52,12 +69,9 @@ class AttentionCode:
                 "mask and cache, as layers do that share keys and values."
             )
 
-    def input_and_cache(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[mx.array, Any]:
-        """The layer's input (B, T, C) and its cache among the arguments of a call."""
-        arguments = self._signature.bind(module, *args, **kwargs).arguments
-        return arguments[self._input], arguments.get("cache")
+    def bind(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, the module itself among them."""
+        return self._signature.bind(module, *args, **kwargs).arguments
 
     def extra_arguments(self) -> dict[str, Any]:
         """Neutral values of the parameters that have none, beside the input."""
@@ -65,10 +79,15 @@ class AttentionCode:
         names = [n for n, p in self._signature.parameters.items() if p.default is empty][2:]
         return {name: 1 if name in _HARMLESS else None for name in names}
 
-    def __call__(self, module: nn.Module, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the code; the mask and the cache that the model passed are left aside."""
-        arguments = self._signature.bind(_Lent(module, call), *args, **kwargs).arguments
-        return self._run(**arguments | {self._mask: None, "cache": call})
+    def run(self, call: Any, arguments: dict[str, Any]) -> Any:
+        """Runs the code; the mask and the cache that the model passed are left aside.
+
+        Args:
+            call: what takes the place of cache, RoPE and attention function.
+            arguments: as :meth:`bind` gives them.
+        """
+        lent = _Lent(arguments[self._self], call)
+        return self._run(**arguments | {self._self: lent, self._mask: None, "cache": call})
 
 
 class _Lent:

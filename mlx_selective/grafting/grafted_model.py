@@ -89,7 +89,7 @@ class GraftedModel:
 
     @property
     def cast_predicate(self):
-        """What stays in float32 when mlx-lm casts: the method's such parameters, the model's own."""
+        """What mlx-lm may cast: not the method's float32 parameters, nor what the model keeps."""
         base = getattr(super(), "cast_predicate", lambda path: True)
         kept = self.attention.float32_parameters
         return lambda path: not any(name in path for name in kept) and base(path)
@@ -129,9 +129,10 @@ def _grafted_attention(base: type) -> type:
     code = AttentionCode(base)
 
     def __call__(self, *args, **kwargs):
-        x, cache = code.input_and_cache(self, args, kwargs)
+        arguments = code.bind(self, args, kwargs)
         method = self.attention_method
-        return code(self, method.call(method, self, x, cache), args, kwargs)
+        call = method.call(method, self, arguments[code.input], arguments.get("cache"))
+        return code.run(call, arguments)
 
     def __reduce_ex__(self, protocol):
         return _empty, (_grafted_attention, base), *base.__reduce_ex__(self, protocol)[2:]

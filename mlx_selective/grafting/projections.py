@@ -59,5 +59,6 @@ def _shows(attention: nn.Module, shape: AttentionShape, length: int) -> bool:
 
 def _run(attention: nn.Module, features: int, length: int, *, mark_first: bool) -> _Probe:
     probe, code = _Probe(mark_first), AttentionCode(type(attention))
-    code(attention, probe, (mx.zeros((1, length, features)),), code.extra_arguments())
+    x = mx.zeros((1, length, features))
+    code.run(probe, code.bind(attention, (x,), code.extra_arguments()))
     return probe

@@ -65,7 +65,8 @@ def _sizes(module, features, length):
     trial, name = _Trial(), type(module).__name__
     code = AttentionCode(type(module))
     try:
-        code(module, trial, (mx.zeros((1, length, features)),), code.extra_arguments())
+        x = mx.zeros((1, length, features))
+        code.run(trial, code.bind(module, (x,), code.extra_arguments()))
     except UserError as error:
         raise UserError(f"{name} cannot be grafted: {error}.") from None
     except Exception as error:  # whatever foreign code makes of a cache that it does not expect
@@ -90,6 +91,7 @@ def _sizes(module, features, length):
         head_size=queries.shape[3],
         value_size=values.shape[3],
         rotated=trial.rotated,
+        scaled_by_position=code.scales_by_position,
     )
 
 

@@ -16,7 +16,7 @@ import jinja2
 import yaml
 from mlx_lm import utils as mlx_lm_utils
 
-from .. import cache  # noqa: F401  mlx-lm then finds the pruned cache by name
+from .. import cache  # mlx-lm then finds the pruned cache by name
 from ..builtin import BUILTIN_MODEL
 from ..cli import OneLineParser
 from ..errors import UserError
@@ -59,7 +59,7 @@ def run(command: str, arguments: list[str]) -> None:
     parser = {**vars(argparse), "ArgumentParser": _parser_class(command)}
     start = {"server": serve, "lora": train}.get(command, lambda tool: tool.main())
     with (
-        exchanged(mlx_lm_utils, **_openers(command, trust=_TRUST in arguments)),
+        exchanged(mlx_lm_utils, **_openers(command, arguments)),
         exchanged(tool, argparse=types.SimpleNamespace(**parser)),
         exchanged(sys, argv=[f"mlx-selective {command}", *default, *arguments]),
     ):
@@ -72,11 +72,13 @@ def run(command: str, arguments: list[str]) -> None:
             raise UserError(one_line(error) + kind) from error
 
 
-def _openers(command: str, trust: bool) -> dict[str, Callable]:
+def _openers(command: str, arguments: list[str]) -> dict[str, Callable]:
     """What takes the place of the functions by which mlx-lm opens a model folder."""
+    trust = _TRUST in arguments
+    kv_bits = any(argument.split("=")[0] == "--kv-bits" for argument in arguments)
 
     def open_model_(folder, lazy=False, strict=True, model_config=None, **options):
-        return open_model(
+        model, config = open_model(
             folder,
             lazy,
             strict=strict,
@@ -84,6 +86,9 @@ def _openers(command: str, trust: bool) -> dict[str, Callable]:
             trust_remote_code=trust or options.get("trust_remote_code", False),
             keep_dtype=command == "fuse",
         )
+        if kv_bits:
+            cache.refuse_quantised_keys(cache.make_prompt_cache(model))
+        return model, config
 
     def open_tokenizer_(folder, tokenizer_config_extra=None, eos_token_ids=None):
         ours = read_json(Path(folder) / "config.json").get("model_type") == MODEL_TYPE

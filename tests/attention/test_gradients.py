@@ -99,6 +99,18 @@ def test_stick_breaking(attend_current, block_size):
     )
 
 
+def test_stick_breaking_where_all_logits_are_zero():
+    """A projection that starts at zero must be able to leave it."""
+    (_, k, v), (_, k64, v64) = random_qkv(5, B=1, H=2, Hkv=1, T=7, D=4)
+    q64 = np.zeros((1, 2, 7, 4))
+    check(
+        lambda q: stick_breaking_attention(q, k, v, scale=SCALE),
+        lambda q: oracle.stick_breaking(q, k64, v64, SCALE),
+        [mx.zeros(q64.shape)],
+        [q64],
+    )
+
+
 @pytest.mark.parametrize("block_size", [64, 3], ids=["one block", "recomputed blocks"])
 def test_ssa(block_size):
     (q, k, v), truths = random_qkv(4, B=1, H=2, Hkv=1, T=7, D=4)

@@ -66,7 +66,7 @@ def test_temperatures_agree_with_the_oracle(maps, T, C, D, heads, seed):
 
 
 @all_maps
-def test_fresh_temperatures_are_exactly_one_and_can_be_trained(maps):
+def test_fresh_temperatures_are_exactly_one_and_have_gradients(maps):
     """Every parameter has a gradient, but for the first layer of mlp, which follows the second."""
     fresh = Temperature(4, 8, 6, *maps)
     x, projected = mx.random.normal((2, 7, 8)), mx.random.normal((2, 4, 7, 6))

@@ -47,7 +47,7 @@ def tempered(family, maps=("linear", "alpha"), seed=0, **config):
     model, rng = grafted(family, ssa(maps), **config), np.random.default_rng(seed)
     for _, linear in model.named_modules():
         if isinstance(linear, nn.Linear):  # logits as of a trained model: rounding stays rounding
-            linear.weight = linear.weight * 4 * linear.weight.shape[1] ** -0.5
+            linear.weight = linear.weight * 2 * linear.weight.shape[1] ** -0.5
     for attention in attentions(model):
         for part in PARTS:
             randomised(attention[f"{part}_temperature"], rng)

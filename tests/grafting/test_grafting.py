@@ -174,16 +174,34 @@ def test_the_mask_that_the_model_built_is_ignored(family, attention, monkeypatch
     assert difference(plain(ids), before) > 1e-3  # the patch reaches the model
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-def test_every_layer_asks_its_own_cache_for_its_mask(family):
-    """Budgets of their own leave the layers of a padded batch with other keys than the first."""
-    model = grafted(family, {"kind": "selective", "budget": [4, None, 7]})
-    ids, pads, chunks = tokens(3, 24), [0, 6, 11], [14, 1, 1, 8]
-    together, cache = feed(model, ids, chunks, left_padded_cache(model, pads))
-    assert [c.kept for c in cache] == [[4] * 3, [24, 18, 13], [7] * 3]
-    for row, pad in enumerate(pads):
-        alone, _ = feed(model, ids[row : row + 1, pad:], [14 - pad, *chunks[1:]])
+PADS, PADDED_CHUNKS = [0, 6, 11], [14, 1, 1, 8]
+
+
+def caches_of_padded_rows(model):
+    """The caches of a left-padded batch, each of whose rows gets the logits that it gets alone."""
+    ids = tokens(3, 24)
+    together, cache = feed(model, ids, PADDED_CHUNKS, left_padded_cache(model, PADS))
+    for row, pad in enumerate(PADS):
+        alone, _ = feed(model, ids[row : row + 1, pad:], [14 - pad, *PADDED_CHUNKS[1:]])
         assert difference(together[row : row + 1, pad:], alone) < 2e-5
+    return cache
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_every_layer_asks_its_own_cache_for_its_keys(family):
+    """Budgets of their own leave the layers of a padded batch with other keys than the first."""
+    cache = caches_of_padded_rows(grafted(family, {"kind": "selective", "budget": [4, None, 7]}))
+    assert [c.kept for c in cache] == [[4] * 3, [24, 18, 13], [7] * 3]
+
+
+@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_every_layer_asks_its_own_cache_for_its_mask(family, first):
+    """A pruned cache gives no mask, mlx-lm's one that hides padding: not those of another layer."""
+    last = {"kind": "ssa"} if family == "gpt2" else {"kind": "stick_breaking"}  # it has no RoPE
+    methods = [{"kind": "selective", "budget": 4}, {"kind": "softmax"}, last]
+    cache = caches_of_padded_rows(grafted(family, methods[first:] + methods[:first]))
+    assert [type(c) is PrunedKVCache for c in cache] == [(i + first) % 3 == 0 for i in range(3)]
 
 
 # What stays mlx-lm's, and what is refused ---------------------------------------------------------
@@ -238,6 +256,33 @@ def test_selective_layers_refuse_another_models_cache():
     model = grafted("llama", {"kind": "selective"})
     with pytest.raises(UserError, match="PrunedKVCache, got KVCache"):
         model(tokens(1, 3), cache=[KVCache() for _ in range(3)])
+
+
+@pytest.mark.parametrize(
+    "attention, words",
+    [
+        ({"kind": "selective"}, "selective attention cannot be sharded"),
+        ({"kind": "ssa"}, "ssa attention cannot be sharded"),
+        ({"kind": "stick_breaking"}, "stick_breaking attention cannot be sharded"),
+        ([{"kind": "softmax"}] * 2 + [{"kind": "ssa"}], "attention cannot be sharded"),
+    ],
+)
+def test_heads_are_not_spread_over_machines(attention, words):
+    """Every rank would have a head 0 of its own, or another's temperatures."""
+    model, ids = grafted("llama", attention), tokens(1, 9)
+    before = model(ids)
+    with pytest.raises(UserError, match=words):
+        model.shard(mx.distributed.init())
+    assert {type(attention_of(layer).q_proj) for layer in model.layers} == {nn.Linear}
+    assert mx.array_equal(model(ids), before)
+
+
+def test_softmax_is_sharded_as_mlx_lm_shards_it():
+    model, plain, ids = grafted("llama", {"kind": "softmax"}), stock("llama"), tokens(1, 9)
+    for net in (model, plain):
+        net.shard(mx.distributed.init())
+    assert isinstance(attention_of(model.layers[0]).q_proj, nn.AllToShardedLinear)
+    assert mx.array_equal(model(ids), plain(ids))
 
 
 def test_budget_needs_selective_attention():

@@ -16,14 +16,18 @@ from mlx_selective.output import safe_text
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Gives the folder of a tiny float32 model by its kind of attention, made once."""
+    """Gives the folder of a tiny float32 model by its kind of attention, made once.
+
+    "mixed" has selective attention in its first layer and softmax in its second.
+    """
     folder = tmp_path_factory.mktemp("models")
     source = llama(kv_heads=2, tied=False).save(folder / "source")
 
     def get(kind: str):
         if not (folder / kind).exists():
-            budget = BUDGET if kind == "selective" else None
-            convert(str(source), folder / kind, attention=kind, budget=budget)
+            attention = [{"kind": "selective"}, {"kind": "softmax"}] if kind == "mixed" else kind
+            budget = BUDGET if kind in ("selective", "mixed") else None
+            convert(str(source), folder / kind, attention=attention, budget=budget)
         return folder / kind
 
     return get
@@ -62,7 +66,7 @@ def side(request):
     return request.param
 
 
-@pytest.fixture(params=["selective", "stick_breaking"])
+@pytest.fixture(params=["selective", "stick_breaking", "mixed"])
 def kind(request):
     return request.param
 

@@ -9,9 +9,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
-from processes import MESSAGE, tool_command
+from processes import BUDGET, MESSAGE, tool_command
 
 from mlx_selective.output import safe_text
 
@@ -22,11 +24,29 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def ask(url: str, request: dict | None = None) -> dict:
+def opened(url: str, request: dict | None = None):
     body = None if request is None else json.dumps(request).encode()
     header = {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, header), timeout=30) as reply:
+    return urllib.request.urlopen(urllib.request.Request(url, body, header), timeout=30)
+
+
+def ask(url: str, request: dict | None = None) -> dict:
+    with opened(url, request) as reply:
         return json.load(reply)
+
+
+def events(reply):
+    """What a streamed reply brings, as it comes."""
+    for line in reply:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def text_from(url: str, request: dict) -> str:
+    """The text of a completion, streamed or whole."""
+    with opened(f"{url}/v1/completions", request) as reply:
+        parts = list(events(reply)) if request.get("stream") else [json.load(reply)]
+    return "".join(part["choices"][0]["text"] for part in parts if part["choices"])
 
 
 @pytest.fixture
@@ -90,3 +110,32 @@ def test_a_model_that_a_request_names_and_is_not_there(serve, models):
         ask(f"{url}/v1/completions", {"prompt": "hello", "model": "nowhere"})
     assert b"nowhere: no such folder" in refused.value.read()
     assert ask(f"{url}/health") == {"status": "ok"}
+
+
+def test_requests_at_once_get_what_each_gets_alone(serve, models):
+    """They are read and answered in one batch: another request keeps the server busy meanwhile."""
+    prompts = [MESSAGE, "you", f"{MESSAGE} {MESSAGE}", "hello hello there"]
+    requests = [
+        {"prompt": prompt, "max_tokens": 20 + 4 * i, "temperature": 0, "stream": i == 2}
+        for i, prompt in enumerate(prompts)
+    ]
+    assert len(prompts[0]) > BUDGET
+    folder = models("selective")
+    # A server for each, as prompt caches of the first would serve the second.
+    alone, together = (serve("ours", "--model", folder)[1] for _ in range(2))
+    expected = [text_from(alone, request) for request in requests]
+    assert len(set(expected)) == len(requests) and all(expected)
+
+    # Served one after another, they would wait for this one until they give up.
+    busy = {"prompt": "there", "max_tokens": 10**6, "stream": True}
+    busy["logit_bias"] = {json.loads((folder / "config.json").read_text())["eos_token_id"]: -1e4}
+    ready = Barrier(len(requests))
+
+    def at_once(request):
+        ready.wait(timeout=30)
+        return text_from(together, request)
+
+    with opened(f"{together}/v1/completions", busy) as reply:
+        next(events(reply))
+        with ThreadPoolExecutor(len(requests)) as threads:
+            assert list(threads.map(at_once, requests)) == expected

@@ -47,6 +47,19 @@ def test_convert_quantises(run, side, models, tmp_path):
     assert "Generation: 3 tokens" in printed
 
 
+def test_convert_quantises_a_model_of_two_attentions(run, side, models, tmp_path):
+    source = models("mixed")
+    flags = ["--hf-path", source, "--mlx-path", "small", "-q", "--q-group-size", 32]
+    run(side, "convert", *flags, "--q-bits", 8)
+    before, after = (
+        json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "small")
+    )
+    assert after["attention"] == before["attention"]
+    assert [layer["kind"] for layer in after["attention"]] == ["selective", "softmax"]
+    logits, expected = (load(f)[0](mx.arange(4, 20)[None]) for f in (tmp_path / "small", source))
+    assert 0 < mx.abs(logits - expected).max() < 0.05 * mx.abs(expected).max()
+
+
 def test_benchmark(run, side, models):
     flags = ["-p", 12, "-g", 3, "-n", 2]
     printed = run(side, "benchmark", "--model", models("selective"), *flags)
@@ -69,9 +82,9 @@ def test_cache_prompt(run, side, kind, models, tmp_path):
     tokens = tokenizer.apply_chat_template(chat, continue_final_message=True)
     assert metadata["model"] == str(folder)
     assert [cache.offset for cache in caches] == [len(tokens)] * 2
-    if kind == "selective":
-        assert all(isinstance(cache, PrunedKVCache) for cache in caches)
-        assert [cache.kept for cache in caches] == [[BUDGET], [BUDGET]]
+    pruned = [cache for cache in caches if isinstance(cache, PrunedKVCache)]
+    assert len(pruned) == {"selective": 2, "mixed": 1}.get(kind, 0)
+    assert all(cache.kept == [BUDGET] for cache in pruned)
 
     printed = run("ours", "generate", *flags, "--prompt", rest, "-m", 6, "--format", "json")
     record = json.loads(printed)

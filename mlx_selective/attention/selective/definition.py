@@ -108,6 +108,8 @@ def _attend(q, k, v, F, visible, selectable):
     z = head_logits(q, k)
     S = mx.where(selectable, mx.maximum(z[:, 0], 0), 0)
     # Exclusive over queries: what a query selects counts for later ones only.
-    F_rows = F[:, None] + mx.cumsum(S, axis=1, inclusive=False)
+    F_rows = F[:, None]
+    if S.shape[1] > 1:
+        F_rows = F_rows + mx.cumsum(S, axis=1, inclusive=False)
     weights = masked_softmax(z - F_rows[:, None], visible[:, None])
     return weigh_values(weights, v), S.sum(axis=1)

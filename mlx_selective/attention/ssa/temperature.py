@@ -19,8 +19,8 @@ SHARED_MAPS = ("weight_sharing", "feature_sharing")
 #: the position-aware part
 POSITION_MAPS = ("none", "alpha", "beta")
 
-#: sigmoid(-20) ln n vanishes beside 1 in float32: a fresh temperature changes nothing, yet
-#: has a gradient (of the order 1e-9: an optimiser that scales by it, such as Adam, moves it).
+#: sigmoid(-20) ln n vanishes beside 1 in float32: a fresh temperature changes nothing (nor does
+#: it train, with gradients of the order 1e-9; README.md says what to set for that).
 FRESH_ALPHA = -20.0
 #: exp(-exp(3)) is 2e-9, the same for the released form.
 FRESH_BETA = 3.0

@@ -82,10 +82,12 @@ def stick_breaking_attention(
 def _attend(q, k, v, visible):
     """One block of queries, scaled: its output and remainder."""
     z = head_logits(q, k)
-    # log(1 - beta) = -softplus(z) and log(beta) = -softplus(-z) share one exponential.
-    tail = mx.log1p(mx.exp(-mx.abs(z)))
-    log_left = mx.where(visible, -(mx.maximum(z, 0) + tail), 0)
-    log_beta = -(mx.maximum(-z, 0) + tail)
+    # log(1 - beta) = -softplus(z) and log(beta) = -softplus(-z) share one exponential. Not with
+    # abs and maximum, whose gradients at z = 0 would cancel the whole of it.
+    positive = z > 0
+    tail = mx.log1p(mx.exp(mx.where(positive, -z, z)))
+    log_left = mx.where(visible, -(mx.where(positive, z, 0) + tail), 0)
+    log_beta = mx.where(positive, 0, z) - tail
     nearer = mx.cumsum(log_left, axis=-1, reverse=True, inclusive=False)
     A = mx.where(visible, mx.exp(log_beta + nearer), 0)
     # Not 1 - sum(A): that difference can come out negative.

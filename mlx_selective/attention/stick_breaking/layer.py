@@ -52,7 +52,8 @@ class StickBreakingCall(LayerCall):
                 "it; leave out max_kv_size."
             )
         if hasattr(self.cache, "bits"):
-            raise UserError("stick_breaking does not read a quantised KV cache; leave out kv_bits.")
+            kinds = {"group_size": self.cache.group_size, "bits": self.cache.bits}
+            keys, values = mx.dequantize(*keys, **kinds), mx.dequantize(*values, **kinds)
         remainder_form, key_heads = self.method.remainder, keys.shape[1]
         tiled = self.method.grouping == "tiled"
         # float32 comes back for float32, so nothing is rounded before the remainder is in.
@@ -111,6 +112,11 @@ class StickBreaking(AttentionMethod):
                 )
 
     def check(self, attention, shape):
+        if shape.scaled_by_position:
+            raise UserError(
+                "stick_breaking has no position embedding, and the model of "
+                f"{type(attention).__name__} scales queries by their position."
+            )
         if not shape.rotated:
             raise UserError(
                 "stick_breaking has no position embedding, and the positions of "

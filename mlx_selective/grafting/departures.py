@@ -5,7 +5,6 @@ checkpoints set. A field that asks for something else is either met here or refu
 """
 
 import functools
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import UserError
+from .attention_code import names_in_code, with_globals
 
 #: what configs call an activation -> the function of mlx.nn
 ACTIVATIONS = {
@@ -123,8 +123,7 @@ def _activated(model):
     """The parts of a model's layers whose code calls an activation, and what they call it."""
     for layer in model.layers:
         for _, module in layer.named_modules():
-            code = getattr(type(module).__call__, "__code__", None) if callable(module) else None
-            for called in _CALLED.keys() & set(code.co_names if code else ()):
+            for called in _CALLED.keys() & set(names_in_code(module)):
                 yield module, called
 
 
@@ -141,9 +140,5 @@ class _Activations:
 @functools.cache
 def _with_gelu(base: type, called: str, wanted: str) -> type:
     """The class ``base``, its code calling the other form of GELU."""
-    original = base.__call__
-    scope = {**original.__globals__, "nn": _Activations(**{called: getattr(nn, wanted)})}
-    code = types.FunctionType(
-        original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
-    )
+    code = with_globals(base.__call__, nn=_Activations(**{called: getattr(nn, wanted)}))
     return type(base.__name__, (base,), {"__call__": code, "__module__": __name__})
