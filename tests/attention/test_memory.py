@@ -48,12 +48,12 @@ FUNCTIONS = {
         lambda q, k, v, **o: stick_breaking_attention(q, k, v, scale=0.25, block_size=BLOCK, **o)[
             0
         ],
-        11,
+        12,
         32,
     ),
     "ssa": (
         lambda q, k, v, **o: ssa_attention(q, k, v, None, None, scale=0.25, block_size=BLOCK, **o),
-        4,
+        5,
         None,
     ),
 }

@@ -255,7 +255,7 @@ def test_a_prompt_cache_whose_parts_do_not_agree(refused, folder, name, change):
         "lr_schedule: 5",
         "optimizer_config: {adam: {nope: 1}}",
         "optimizer: 5",
-        'batch_size: "2"',
+        "seed: x",
     ],
 )
 def test_settings_of_a_wrong_type(refused, folder, settings):

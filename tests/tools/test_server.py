@@ -85,7 +85,9 @@ def test_answers_and_ends(serve, side, kind, models, answer):
     assert listed["id"] == str(models(kind))
     reply = ask(f"{url}/v1/chat/completions", {"messages": [{"role": "user", "content": MESSAGE}]})
     (choice,) = reply["choices"]
-    assert safe_text(choice["message"]["content"]) == answer(models(kind))
+    # mlx-lm 0.31 leaves out a character that is cut off at the end.
+    given, expected = safe_text(choice["message"]["content"]), answer(models(kind))
+    assert given.rstrip("\ufffd") == expected.rstrip("\ufffd") != ""
     assert reply["usage"]["completion_tokens"] == 6
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)

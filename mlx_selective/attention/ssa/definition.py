@@ -157,7 +157,7 @@ def ssa_attention(
     Temperatures multiply in float32; the rest is MLX's own attention, which on the CPU rounds
     logits and weights to q's dtype. Peak memory beside inputs and outputs: where MLX has fused
     attention, the tempered copies of q, k and v; on the CPU, whose attention forms all logits of
-    a block, also at most 4 L, with L = B * H * block_size * N * 4 bytes.
+    a block, also at most 5 L, with L = B * H * block_size * N * 4 bytes.
 
     Raises:
         ValueError: if shapes do not belong together.

@@ -52,7 +52,7 @@ def stick_breaking_attention(
 
     Accumulation is in float32, in log space. Peak memory beside inputs and outputs, with L = B *
     H * block_size * N * 4 bytes for the logits of one block: q, k and v in float32, and at most
-    11 L forward, 32 L backward on the CPU (up to four times that on a GPU, which frees later).
+    12 L forward, 32 L backward on the CPU (up to four times that on a GPU, which frees later).
 
     Raises:
         ValueError: if shapes do not belong together.
