@@ -5,11 +5,12 @@ import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
+from feeding import feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import error, float64, random_qkv
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_gradients import check
 from tiny import grafted, stock, tokens
@@ -187,14 +188,6 @@ def test_gradients_of_every_argument(form, grouping, attend_current):
 # In a model ---------------------------------------------------------------------------------------
 
 
-def feed(model, ids, chunks, cache=None):
-    """Logits of all tokens, fed in chunks through caches."""
-    cache = make_prompt_cache(model) if cache is None else cache
-    borders = np.cumsum([0, *chunks]).tolist()
-    parts = [ids[:, a:b] for a, b in zip(borders, borders[1:], strict=False)]
-    return mx.concatenate([model(part, cache=cache) for part in parts], axis=1)
-
-
 def of(form, grouping="interleaved"):
     return {"kind": "stick_breaking", "remainder": form, "grouping": grouping}
 
@@ -209,7 +202,7 @@ def test_cached_and_chunked_are_the_whole(family, form, grouping):
     model, ids = grafted(family, of(form, grouping)), tokens(2, 33)
     whole = model(ids)
     for chunks in ([33], [1] * 33, [16, 1, 7, 9]):
-        logits = feed(model, ids, chunks)
+        logits, _ = feed(model, ids, chunks)
         assert mx.abs(logits - whole).max() < 2e-5 * mx.abs(whole).max()
 
 
@@ -227,9 +220,9 @@ def test_every_form_and_grouping_is_another_model(form):
 def test_rows_of_mlx_lms_batch_cache_are_as_alone(form, grouping):
     model, pads, ids = grafted("granite", of(form, grouping)), [0, 3, 9], tokens(3, 20)
     cache = [BatchKVCache(pads) for _ in model.layers]
-    together = feed(model, ids, [12, 1, 1, 6], cache)
+    together, _ = feed(model, ids, [12, 1, 1, 6], cache)
     for row, n in enumerate(pads):
-        alone = feed(model, ids[row : row + 1, n:], [12 - n, 1, 1, 6])
+        alone, _ = feed(model, ids[row : row + 1, n:], [12 - n, 1, 1, 6])
         assert mx.abs(together[row, n:] - alone[0]).max() < 2e-5 * mx.abs(alone).max()
 
 

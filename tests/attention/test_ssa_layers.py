@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
+from feeding import feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import error, float64
@@ -16,12 +17,11 @@ from mlx_lm.models.cache import (
     BatchKVCache,
     KVCache,
     QuantizedKVCache,
-    make_prompt_cache,
     trim_prompt_cache,
 )
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from ssa_settings import MAPS, PARTS, randomised
-from tiny import CONFIGS, grafted, randomise, stock, tokens
+from tiny import CONFIGS, attention_of, grafted, randomise, stock, tokens
 
 from mlx_selective import UserError, graft
 from mlx_selective.attention import method_from_dict
@@ -36,30 +36,16 @@ def ssa(maps=("linear", "alpha"), **fields):
     return {"kind": "ssa", "key": True, "token_map": maps[0], "position_map": maps[1], **fields}
 
 
-def attentions(model):
-    """The attention module of each layer."""
-    for layer in model.layers:
-        yield next(layer[n] for n in ("self_attn", "attention", "attn") if n in layer)
-
-
 def tempered(family, maps=("linear", "alpha"), seed=0, **config):
     """A tiny grafted model, all of whose layers have random temperatures far from 1."""
     model, rng = grafted(family, ssa(maps), **config), np.random.default_rng(seed)
     for _, linear in model.named_modules():
         if isinstance(linear, nn.Linear):  # logits as of a trained model: rounding stays rounding
             linear.weight = linear.weight * 2 * linear.weight.shape[1] ** -0.5
-    for attention in attentions(model):
+    for attention in map(attention_of, model.layers):
         for part in PARTS:
             randomised(attention[f"{part}_temperature"], rng)
     return model
-
-
-def feed(model, ids, chunks, cache=None):
-    """Logits of all tokens, fed in chunks through caches."""
-    cache = make_prompt_cache(model) if cache is None else cache
-    edges = np.cumsum([0, *chunks]).tolist()
-    parts = [model(ids[:, a:b], cache=cache) for a, b in zip(edges, edges[1:], strict=False)]
-    return mx.concatenate(parts, axis=1), cache
 
 
 # The layer against the oracle ---------------------------------------------------------------------
@@ -93,7 +79,7 @@ def projections(family, attention, x):
 @all_maps
 def test_a_layer_agrees_with_the_oracle(family, maps):
     """The features are the projections before RoPE and after norms; RoPE then changes nothing."""
-    attention = next(attentions(tempered(family, maps)))
+    attention = attention_of(tempered(family, maps).layers[0])
     x = mx.random.normal((1, 9, 32), key=mx.random.key(3))
     q, k, v, rotated = projections(family, attention, float64(x))
     tau_q, tau_k, tau_v = (
@@ -208,7 +194,7 @@ def test_a_fresh_graft_is_plain_attention_to_the_last_bit(family, maps):
     ids, plain = tokens(2, 33), stock(family)
     model = graft(stock(family), ssa(maps))
     assert mx.array_equal(model(ids), plain(ids))
-    changed = randomised(next(attentions(model)).key_temperature, np.random.default_rng(0))
+    changed = randomised(attention_of(model.layers[0]).key_temperature, np.random.default_rng(0))
     assert tree_flatten(changed.parameters())  # the temperatures are in the graph, not bypassed
     assert mx.abs(model(ids) - plain(ids)).max() > 1e-3
 
@@ -291,7 +277,7 @@ def test_heads_that_a_family_repeats_after_the_cache(token_map):
     """plamo caches 2 heads and repeats them for 4 queries: temperatures belong to the 2."""
     model, ids = graft(other("plamo"), ssa((token_map, "alpha"))), tokens(1, 12)
     assert mx.array_equal(model(ids), other("plamo")(ids))
-    for attention in attentions(model):
+    for attention in map(attention_of, model.layers):
         assert attention.key_temperature.alpha.shape == (2,)
         for part in PARTS:
             randomised(attention[f"{part}_temperature"], np.random.default_rng(0))
