@@ -121,8 +121,8 @@ DOLOMITE = Layout(
     },
     field_names=_NAMES | _MULTIPLIERS,
     hints={
-        r"\.attn\.(head_bias|norm\.)": "sb_remainder true is taken as head_bias; where it means "
-        'another form, say so in config.json: "attention": {"remainder": "value"}, or '
-        "head_bias_norm, or none."
+        r"\.attn\.(head_bias|norm\.)": "sb_remainder and the tensors tell of different forms; say "
+        'in config.json which it is: "attention": {"remainder": "value"}, or none, head_bias or '
+        "head_bias_norm."
     },
 )

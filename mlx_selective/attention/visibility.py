@@ -43,8 +43,8 @@ class Visibility:
     The queries are the last ``queries`` of the ``keys``, in order; none sees a later key.
 
     Args:
-        queries, keys: T and N.
         batch: B.
+        queries, keys: T and N.
         own_key: whether a query sees its own key.
         mask: bool, broadcastable to (B, H, T, N); False takes keys away.
         segment_ids: (N,) or (B, N); a query sees the keys of its own document only.

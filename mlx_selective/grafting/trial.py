@@ -10,20 +10,24 @@ import mlx.nn as nn
 from ..attention import AttentionShape
 from ..errors import UserError
 from .attention_code import INTERCEPTED, AttentionCode
-from .projections import shows_projections
 from .refusals import config_parts
 
 
 class _Trial:
     """Stands where a LayerCall will be, and notes what arrives."""
 
-    offset = 0
-
     def __init__(self):
-        self.rotated, self.stored, self.arrived = 0, [], []
+        self.rotated, self.turned, self.stored, self.arrived = 0, [], [], []
+        self.position_read = False
+
+    @property
+    def offset(self):
+        self.position_read = True
+        return 0
 
     def rotate(self, rope, x, *args, **kwargs):
         self.rotated = getattr(rope, "dims", x.shape[-1])
+        self.turned.append(x.shape)
         return x
 
     def update_and_fetch(self, keys, values):
@@ -41,6 +45,17 @@ class _Trial:
         raise UserError("it keeps several caches in one, such as an indexer's")
 
 
+class _MarkingTrial(_Trial):
+    """Marks the first array that is turned, by a second row, which shows unevaluated."""
+
+    def rotate(self, rope, x, *args, **kwargs):
+        super().rotate(rope, x, *args, **kwargs)
+        return mx.concatenate([x, x]) if len(self.turned) == 1 else x
+
+    def attend(self, queries, keys, values, scale):
+        return super().attend(queries, keys, values, scale)[:1]
+
+
 def try_out(module: nn.Module, features: int) -> AttentionShape:
     """Runs a layer's attention code, unevaluated, and tells the sizes of what it does.
 
@@ -51,22 +66,22 @@ def try_out(module: nn.Module, features: int) -> AttentionShape:
     Raises:
         UserError: if the code does anything that a graft would not carry over.
     """
+    code = AttentionCode(type(module))
     # One token and several: decoding is code of its own in some families.
-    one, two = (_sizes(module, features, length) for length in (1, 2))
-    if one != two:
+    one, two = (_shape(code, module, features, length) for length in (1, 2))
+    if replace(one, shows_projections=two.shows_projections) != two:
         raise UserError(
             f"{type(module).__name__} cannot be grafted: it reads one token with other sizes "
             f"({one}) than several ({two})."
         )
-    return replace(one, shows_projections=shows_projections(module, one))
+    return replace(one, shows_projections=one.shows_projections and two.shows_projections)
 
 
-def _sizes(module, features, length):
+def _shape(code, module, features, length):
+    """The sizes of a call with so many tokens."""
     trial, name = _Trial(), type(module).__name__
-    code = AttentionCode(type(module))
     try:
-        x = mx.zeros((1, length, features))
-        code.run(trial, code.bind(module, (x,), code.extra_arguments()))
+        _run(code, module, features, length, trial)
     except UserError as error:
         raise UserError(f"{name} cannot be grafted: {error}.") from None
     except Exception as error:  # whatever foreign code makes of a cache that it does not expect
@@ -84,7 +99,7 @@ def _sizes(module, features, length):
         raise UserError(
             f"{name} cannot be grafted: queries {queries.shape} do not fit keys {keys.shape}."
         )
-    return AttentionShape(
+    shape = AttentionShape(
         features=features,
         heads=queries.shape[1],
         key_heads=stored.shape[1],  # some families repeat them after the cache
@@ -93,6 +108,29 @@ def _sizes(module, features, length):
         rotated=trial.rotated,
         scaled_by_position=code.scales_by_position,
     )
+    return replace(shape, shows_projections=_shows_projections(code, module, shape, length, trial))
+
+
+def _shows_projections(code, module, shape, length, trial):
+    """Whether whole queries, then whole keys, are turned by the layer's rope, or none at all."""
+    if not trial.turned:
+        # A position that is read, though not by rope, turns queries out of sight.
+        return not trial.position_read
+    whole = [(1, heads, length, shape.head_size) for heads in (shape.heads, shape.key_heads)]
+    if trial.turned != whole:
+        return False
+    marking = _MarkingTrial()
+    try:
+        _run(code, module, shape.features, length, marking)
+    except Exception:  # whatever foreign code makes of the mark
+        return False
+    queries, keys, _ = marking.arrived[0]
+    return len(queries) == 2 and len(keys) == 1
+
+
+def _run(code, module, features, length, trial):
+    x = mx.zeros((1, length, features))
+    code.run(trial, code.bind(module, (x,), code.extra_arguments()))
 
 
 def model_width(config: Mapping[str, Any]) -> int:

@@ -3,26 +3,16 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_selective import selective_attention
+from mlx_selective.attention.selective.layer import Selective, SelectiveCall
 
 SCALE = 0.6
 
 
 def attend(cache, q, k, v):
     """One call of the layer: new tokens (B, heads, T, D) in, output (B, H, T, D) out."""
-    keys, values = cache.update_and_fetch(k, v)
-    output, F = selective_attention(
-        q,
-        keys,
-        values,
-        scale=SCALE,
-        query_positions=cache.query_positions,
-        key_positions=cache.live_positions,
-        F=cache.live_F,
-        return_F=True,
-    )
-    cache.prune(F)
-    return output
+    x = q.swapaxes(1, 2)  # only its length counts
+    call = SelectiveCall(Selective(), None, x, cache)
+    return call.attend(q, *call.update_and_fetch(k, v), SCALE)
 
 
 def run(cache, q, k, v, chunks, fed=None):

@@ -105,3 +105,19 @@ def sizes(field: str):
         for kind, value in values.items()
         if not (kind == "huge" and field == "max_position_embeddings")
     }
+
+
+#: code of a folder that leaves a trace where it is run
+EVIL = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n"
+
+
+def model_with_code(code: str = EVIL):
+    """A model of a type that mlx-lm does not have, with a file of code that builds it."""
+    return both(config(model_type="x", model_file="evil.py"), text("evil.py", code))
+
+
+def tokenizer_with_code(code: str = EVIL):
+    """A tokenizer whose class is in a file of the folder."""
+    classes = {"AutoTokenizer": ["evil.T", "evil.T"]}
+    settings = json.dumps({"tokenizer_class": "T", "auto_map": classes})
+    return both(text("evil.py", code), text("tokenizer_config.json", settings))

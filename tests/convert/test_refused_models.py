@@ -5,7 +5,20 @@ import sys
 
 import numpy as np
 import pytest
-from damage import both, config, cut, files, one_line, remove, sizes, tensors, text
+from damage import (
+    EVIL,
+    both,
+    config,
+    cut,
+    files,
+    model_with_code,
+    one_line,
+    remove,
+    sizes,
+    tensors,
+    text,
+    tokenizer_with_code,
+)
 from tiny_checkpoints import llama
 
 from mlx_selective.cli import main
@@ -18,7 +31,6 @@ def attention(**fields):
     return config(attention=fields)
 
 
-EVIL = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n"
 MODELS = {
     "no config": (remove("config.json"), "config.json: no such file"),
     "config no JSON": (text("config.json", "{"), "config.json is not readable JSON"),
@@ -44,19 +56,8 @@ MODELS = {
     "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), "cannot be loaded"),
     "cut tokenizer": (cut("tokenizer.json", 0.5), "tokenizer.json"),
     "damaged tokenizer": (text("tokenizer.json", '{"model": {}}'), "cannot be loaded"),
-    "stock model with code": (
-        both(config(model_type="x", model_file="evil.py"), text("evil.py", EVIL)), "evil.py",
-    ),
-    "tokenizer with code": (
-        both(
-            text("evil.py", EVIL),
-            text(
-                "tokenizer_config.json",
-                '{"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}}',
-            ),
-        ),
-        "custom code",
-    ),
+    "stock model with code": (model_with_code(), "evil.py"),
+    "tokenizer with code": (tokenizer_with_code(), "custom code"),
 }  # fmt: skip
 
 

@@ -9,7 +9,17 @@ import time
 
 import mlx.core as mx
 import pytest
-from damage import both, config, files, one_line, remove, text
+from damage import (
+    EVIL,
+    both,
+    config,
+    files,
+    model_with_code,
+    one_line,
+    remove,
+    text,
+    tokenizer_with_code,
+)
 from processes import tool_command
 from tiny_checkpoints import write_json
 
@@ -18,8 +28,7 @@ from mlx_selective.cli import main
 #: What is not refused may be served, or trained, for ever.
 pytestmark = pytest.mark.timeout(90)
 
-EVIL = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n"
-EVIL += "from mlx_selective.model import Model, ModelArgs\n"
+BUILDS_A_MODEL = f"{EVIL}from mlx_selective.model import Model, ModelArgs\n"
 TRAIN = ["lora", "--model", "model", "--train", "--data", "data", "--adapter-path", "new"]
 TRAIN += ["--batch-size", "1", "--iters", "1", "--num-layers", "1"]
 CACHE = ["cache_prompt", "--model", "model", "--prompt", "hello", "--prompt-cache-file", "saved"]
@@ -37,17 +46,8 @@ MODELS = {
     "no attention": (config(attention=None), "model: attention must be an object"),
     "cut weights": (text("model.safetensors", "cut"), "model/model.safetensors is not a whole"),
     "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), "model cannot be loaded"),
-    "code": (both(config(model_type="x", model_file="evil.py"), text("evil.py", EVIL)), "evil.py"),
-    "tokenizer code": (
-        both(
-            text("evil.py", EVIL),
-            text(
-                "tokenizer_config.json",
-                '{"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}}',
-            ),
-        ),
-        "custom code",
-    ),
+    "code": (model_with_code(BUILDS_A_MODEL), "evil.py"),
+    "tokenizer code": (tokenizer_with_code(), "custom code"),
 }
 
 

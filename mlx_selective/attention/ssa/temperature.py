@@ -40,8 +40,8 @@ class Temperature(nn.Module):
     "weight_sharing", (D,) for "feature_sharing"; ``hidden`` (D, C) for "mlp"; ``alpha`` (H,)
     or ``beta`` ().
 
-    A fresh temperature is 1 and can be trained: ``weight`` starts at zero, which tanh passes
-    gradients through, ``hidden`` at random as in nn.Linear.
+    A fresh temperature is 1, and its token part can be trained: ``weight`` starts at zero, which
+    tanh passes gradients through, ``hidden`` at random as in nn.Linear.
     """
 
     def __init__(
