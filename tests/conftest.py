@@ -3,6 +3,7 @@
 import ctypes
 import ctypes.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,10 @@ os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import pytest  # noqa: E402
+
+# A shell starts what it puts in the background deaf to Ctrl-C, and the commands that the tests
+# start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = ROOT.parent / "shared" / "checkpoints"
