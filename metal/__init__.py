@@ -1,5 +1,5 @@
 """Metal Shading Language sources, installed as ``mlx_selective.metal``.
 
-There are none yet: every method runs on its plain MLX definition. Kernels come here as real
-files that a loader reads; no kernel text stands in a Python string.
+Complete Metal files, one kernel each, that ``mlx_selective.kernels`` reads; no kernel text stands
+in a Python string. They are written in the vocabulary of ``tile/``.
 """

@@ -6,7 +6,7 @@ import pytest
 from methods import random_qkv
 
 from mlx_selective.cli import main
-from mlx_selective.doctor import checks
+from mlx_selective.doctor import checks, definitions
 
 
 def test_passes_here(capsys):
@@ -38,12 +38,12 @@ def test_a_wrong_method_fails(name, fault, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "weights, truth",
     [
-        (checks._selective, lambda *qkv: oracle.selective(*qkv)[0]),
-        (checks._softmax, oracle.causal_softmax),
-        (checks._stick_breaking, lambda *qkv: oracle.stick_breaking(*qkv)[0]),
+        (definitions.selective, lambda *qkv: oracle.selective(*qkv)[0]),
+        (definitions.softmax, oracle.causal_softmax),
+        (definitions.stick_breaking, lambda *qkv: oracle.stick_breaking(*qkv)[0]),
     ],
 )
 def test_its_definitions_are_the_oracles(weights, truth):
     """Two formulations, written apart."""
     _, (q, k, v) = random_qkv(7, T=21)
-    assert np.allclose(checks._truth(weights, q, k, v, 0.4), truth(q, k, v, 0.4), atol=1e-12)
+    assert np.allclose(definitions.attend(weights, q, k, v, 0.4), truth(q, k, v, 0.4), atol=1e-12)

@@ -1,11 +1,10 @@
 """The three methods against NumPy float64, small and quick, on the user's own machine."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 
 from ..attention import selective_attention, ssa_attention, stick_breaking_attention
+from .definitions import attend, selective, softmax, stick_breaking
 
 #: Largest root mean square error, relative to the truth, that passes.
 TOLERANCE = 1e-5
@@ -31,46 +30,18 @@ def check_methods() -> dict[str, float]:
     results = {
         "selective": (
             selective_attention(*arrays, scale=scale, block_size=32),
-            _truth(_selective, q, k, v, scale),
+            attend(selective, q, k, v, scale),
         ),
         "ssa": (
             ssa_attention(*arrays, mx.array(tau_q), mx.array(tau_v), scale=scale),
-            _truth(_softmax, q * tau_q[..., None], k, v * tau_v[..., None], scale),
+            attend(softmax, q * tau_q[..., None], k, v * tau_v[..., None], scale),
         ),
         "stick_breaking": (
             stick_breaking_attention(*arrays, scale=scale, block_size=32)[0],
-            _truth(_stick_breaking, q, k, v, scale),
+            attend(stick_breaking, q, k, v, scale),
         ),
     }
     return {name: _error(np.array(out), truth) for name, (out, truth) in results.items()}
-
-
-def _truth(weights: Callable, q, k, v, scale: float) -> np.ndarray:
-    """Attention in float64 with the given way from logits (B, H, T, T) to weights."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(array.astype(np.float64), group, axis=1) for array in (k, v))
-    logits = scale * np.einsum("bhid,bhjd->bhij", q.astype(np.float64), k)
-    return weights(logits) @ v
-
-
-def _softmax(z):
-    z = np.where(np.tri(z.shape[-1], dtype=bool), z, -np.inf)
-    e = np.exp(z - z.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def _selective(z):
-    S = np.tril(np.maximum(z[:, 0], 0), -1)
-    S[..., 0] = 0
-    F = np.cumsum(S, axis=1) - S
-    return _softmax(z - F[:, None])
-
-
-def _stick_breaking(z):
-    seen = np.tri(z.shape[-1], k=-1, dtype=bool)
-    softplus = np.where(seen, np.logaddexp(0, z), 0)
-    nearer = np.cumsum(softplus[..., ::-1], axis=-1)[..., ::-1]
-    return np.where(seen, np.exp(z - nearer), 0)
 
 
 def _error(result: np.ndarray, truth: np.ndarray) -> float:

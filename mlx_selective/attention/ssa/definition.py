@@ -9,6 +9,7 @@ paper wires weight sharing is not public, so the shared parts here are a reading
 import mlx.core as mx
 import mlx.nn as nn
 
+from ... import kernels
 from ..blocks import QUERY_BLOCK, scan_queries
 from ..heads import check_heads
 from ..visibility import Visibility
@@ -105,7 +106,8 @@ def _log_count(count: mx.array) -> mx.array:
 def apply_temperature(x: mx.array, temperature: mx.array | None) -> mx.array:
     """Multiplies each row of x (B, H, T, D) by its temperature (B, H, T) or (B, H, T, 1).
 
-    The product is formed in float32 and returned in x's dtype.
+    The product is formed in float32 and returned in x's dtype: by a kernel where one applies
+    (metal/ssa/temperature.metal), by :func:`multiply_rows` otherwise.
 
     Temperatures multiply (they are inverse temperatures in the physicist's sense). A scalar
     per query or key commutes with RoPE, but not with a norm: apply it after those.
@@ -114,6 +116,20 @@ def apply_temperature(x: mx.array, temperature: mx.array | None) -> mx.array:
         return x
     if temperature.ndim < x.ndim:
         temperature = temperature[..., None]
+    tempered = kernels.ssa_temperature(x, temperature, plain=multiply_rows)
+    return multiply_rows(x, temperature) if tempered is None else tempered
+
+
+def multiply_rows(x: mx.array, temperature: mx.array) -> mx.array:
+    """The definition of :func:`apply_temperature`, in plain MLX.
+
+    Args:
+        x: (B, H, T, D).
+        temperature: (B, H, T, 1), or broadcastable to it.
+
+    Returns:
+        (B, H, T, D), in x's dtype.
+    """
     return (x.astype(mx.float32) * temperature).astype(x.dtype)
 
 

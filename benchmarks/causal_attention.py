@@ -1,0 +1,83 @@
+"""Plain causal attention on the tile vocabulary beside MLX's own fused attention, on a GPU.
+
+``python benchmarks/causal_attention.py`` prints the table of docs/performance.md. Each shape is
+compared before it is timed, and the script fails where the results differ.
+
+Time: the median over rounds of one evaluation of several independent calls, divided by their
+number; both sides take turns in one process. TFLOP/s: 4 B H D operations for each pair of a query
+and a key that it sees, N (N + 1) / 2 of them, over that time. Nothing else counts.
+"""
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlx_selective.kernels.causal_attention import causal_attention
+
+HEADS = 32
+SHAPES = [(4096, 64), (16384, 64), (4096, 128), (16384, 128)]
+#: root mean square difference of two bfloat16 results, relative
+LIMIT = 5e-3
+ROUNDS, TOGETHER = 9, 10
+
+
+def main() -> None:
+    """Prints the machine and one row for each shape."""
+    print(f"{card()}, mlx {mx.__version__}, bfloat16, B 1, H {HEADS}")
+    print("     N    D   difference   kernel ms  TFLOP/s   mx.fast ms  TFLOP/s   ratio")
+    for N, D in SHAPES:
+        mx.random.seed(0)
+        q, k, v = (mx.random.normal((1, HEADS, N, D)).astype(mx.bfloat16) for _ in range(3))
+        mx.eval(q, k, v)
+        calls = [
+            lambda q=q, k=k, v=v, D=D: causal_attention(q, k, v, scale=D**-0.5),
+            lambda q=q, k=k, v=v, D=D: mx.fast.scaled_dot_product_attention(
+                q, k, v, scale=D**-0.5, mask="causal"
+            ),
+        ]
+        difference = relative_difference(calls[0](), calls[1]())
+        if not difference < LIMIT:
+            raise SystemExit(f"N {N}, D {D}: the results differ by {difference:.1e}.")
+        ours, theirs = median_ms(calls)
+        work = 4 * HEADS * D * N * (N + 1) / 2 / 1e9
+        print(
+            f"{N:>6} {D:>4} {difference:>12.1e} {ours:>11.3f} {work / ours:>8.0f}"
+            f" {theirs:>12.3f} {work / theirs:>8.0f} {ours / theirs:>7.2f}",
+            flush=True,
+        )
+
+
+def median_ms(calls: list[Callable]) -> list[float]:
+    """Milliseconds of one call of each, taking turns."""
+    spent = [[] for _ in calls]
+    for turn in range(ROUNDS + 1):
+        for call, times in zip(calls, spent, strict=True):
+            mx.synchronize()
+            begin = time.perf_counter()
+            mx.eval([call() for _ in range(TOGETHER)])
+            mx.synchronize()
+            if turn:  # the first one warms up
+                times.append((time.perf_counter() - begin) / TOGETHER * 1e3)
+    return [statistics.median(times) for times in spent]
+
+
+def relative_difference(a: mx.array, b: mx.array) -> float:
+    """Root mean square of the difference, relative to b; computed in float32."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return mx.sqrt(mx.mean((a - b) ** 2) / mx.mean(b**2)).item()
+
+
+def card() -> str:
+    """The GPU's name."""
+    if not mx.cuda.is_available():
+        return str(mx.device_info().get("device_name", "?"))
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return f"{answer} (name, driver)"
+
+
+if __name__ == "__main__":
+    main()

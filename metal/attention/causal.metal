@@ -1,0 +1,165 @@
+// Plain causal attention, softmax(scale q k^T) v, to prove the tile vocabulary and to be measured
+// beside mx.fast.scaled_dot_product_attention. One threadgroup takes BQ queries of one head, each of
+// its simdgroups R of them, and goes through the keys in blocks of BK with a running softmax
+// (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135).
+// PAIRS blocks of keys and values have room in threadgroup memory: with 2 the next is on its way while
+// one is multiplied.
+#include "../tile/memory.h"
+#include "../tile/multiply.h"
+#include "../tile/reduce.h"
+
+// Keys later than the query, and keys beyond the last, weigh nothing. `ahead` is the position of the
+// tile's first query minus that of its first key, `keys` what is left of the keys.
+template <int R, int C>
+METAL_FUNC void mask_causal(thread Tile<R, C>& s, int ahead, int keys, Lane lane) {
+#pragma unroll
+  for (short e = 0; e < s.SIZE; e++) {
+    const short key = s.col(e, lane);
+    if (key > s.row(e, lane) + ahead || key >= keys) {
+      s[e] = -INFINITY;
+    }
+  }
+}
+
+// The first half of a block of the running softmax: `largest` takes in the logits in s, and what was
+// summed before is brought to the new scale.
+template <int R, int C, int D>
+METAL_FUNC void raise_largest(
+    const thread Tile<R, C>& s,
+    thread Tile<R, D>& o,
+    thread Rows<R>& largest,
+    thread Rows<R>& total,
+    float scale) {
+  Rows<R> before = largest;
+  reduce_rows<Max>(largest, s);
+  bool moved = false;
+#pragma unroll
+  for (short i = 0; i < Rows<R>::SIZE; i++) {
+    moved = moved || before[i] != largest[i];
+    before[i] = metal::fast::exp2((before[i] - largest[i]) * scale);
+    total[i] *= before[i];
+  }
+  // Later blocks seldom bring a larger logit.
+  if (metal::simd_any(moved)) {
+#pragma unroll
+    for (short e = 0; e < o.SIZE; e++) {
+      o[e] *= before[o.row_index(e)];
+    }
+  }
+}
+
+// The second half: weights relative to `largest`, their sums, and their product with the values. A few
+// keys at a time, so that the exponentials of some are formed while others are multiplied.
+template <int LD, typename T, int R, int C, int D>
+METAL_FUNC void add_weighted(
+    const thread Tile<R, C>& s,
+    thread Tile<R, D>& o,
+    const thread Rows<R>& largest,
+    thread Rows<R>& total,
+    float scale,
+    const threadgroup T* vs,
+    ushort index) {
+#pragma unroll
+  for (short c = 0; c < C; c += 16) {
+    Tile<R, 16> w = columns<16>(s, c);
+#pragma unroll
+    for (short e = 0; e < w.SIZE; e++) {
+      w[e] = metal::fast::exp2(metal::fma(w[e], scale, -scale * largest[w.row_index(e)]));
+    }
+    reduce_lane_rows<Sum>(total, w);
+    multiply<LD>(o, operand<T>(w), vs + c * LD, index);
+  }
+}
+
+// q (B, H, T, D), k and v (B, H / group, N, D), out (B, H, T, D), all row-contiguous; sizes {T, N, group};
+// scale {scale}. The queries are the last T of N positions. STAGED: queries wait in threadgroup memory.
+// Grid: H, B, ceil(T / BQ) threadgroups of BQ / R simdgroups.
+template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
+[[kernel]] void causal_attention(
+    const device T* q [[buffer(0)]],
+    const device T* k [[buffer(1)]],
+    const device T* v [[buffer(2)]],
+    const constant int* sizes [[buffer(3)]],
+    const constant float* scale [[buffer(4)]],
+    device T* out [[buffer(5)]],
+    uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
+    uint3 threadgroups_per_grid [[threadgroups_per_grid]],
+    uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
+    uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
+    uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
+  constexpr int LD = D + Pad<T>::SIZE, THREADS = BQ / R * 32;
+  constexpr int BLOCK = BK * LD, STAGE = STAGED ? BQ * LD : 0;
+  THREADGROUP_MEMORY(T, memory, STAGE + PAIRS * 2 * BLOCK);
+
+  const ushort index = thread_index_in_threadgroup, in_simdgroup = thread_index_in_simdgroup;
+  const Lane lane(in_simdgroup);
+  const int queries = sizes[0], keys = sizes[1];
+  const int head = threadgroup_position_in_grid.y * threadgroups_per_grid.x + threadgroup_position_in_grid.x;
+  // The longest rows of all heads first, so that the short ones fill the gaps at the end.
+  const int start = (threadgroups_per_grid.z - 1 - threadgroup_position_in_grid.z) * BQ;
+  const int mine = start + simdgroup_index_in_threadgroup * R; // the simdgroup's first query
+  const int offset = keys - queries;
+  const device T* query = q + (long(head) * queries + start) * D;
+  const device T* key = k + long(head / sizes[2]) * keys * D;
+  const device T* value = v + long(head / sizes[2]) * keys * D;
+
+  Operand<T, R, STAGED ? 16 : D> held;
+  Staged<T, R, D, LD> staged;
+  if constexpr (STAGED) {
+    copy_block<BQ, D, LD, THREADS>(memory, query, D, queries - start, index);
+    staged.rows = memory + simdgroup_index_in_threadgroup * R * LD;
+  } else {
+    held.load(query + (mine - start) * D, D, queries - mine, in_simdgroup);
+  }
+
+  Tile<R, D> o;
+  o.fill(0);
+  Rows<R> largest(-INFINITY), total(0);
+  const float scale_log2 = scale[0] * M_LOG2E_F;
+  const int seen = metal::min(keys, start + BQ + offset);
+  if constexpr (PAIRS == 2) {
+    copy_block<BK, D, LD, THREADS>(memory + STAGE, key, D, keys, index);
+    copy_block<BK, D, LD, THREADS>(memory + STAGE + BLOCK, value, D, keys, index);
+  }
+  for (int first = 0; first < seen; first += BK) {
+    const int coming = PAIRS == 2 ? first + BK : first; // what is copied in this round
+    threadgroup T* ks = memory + STAGE + first / BK % PAIRS * 2 * BLOCK;
+    threadgroup T* ks_coming = memory + STAGE + coming / BK % PAIRS * 2 * BLOCK;
+    if constexpr (PAIRS == 2) {
+      copy_wait();
+    }
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    if (coming < seen) {
+      copy_block<BK, D, LD, THREADS>(ks_coming, key + long(coming) * D, D, keys - coming, index);
+      copy_block<BK, D, LD, THREADS>(ks_coming + BLOCK, value + long(coming) * D, D, keys - coming, index);
+    }
+    if constexpr (PAIRS == 1) {
+      copy_wait();
+      metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    }
+
+    Tile<R, BK> s;
+    s.fill(0);
+    if constexpr (STAGED) {
+      multiply_transposed<LD>(s, staged, ks, in_simdgroup);
+    } else {
+      multiply_transposed<LD>(s, held, ks, in_simdgroup);
+    }
+    if (first + BK > metal::min(keys, mine + offset + 1)) {
+      mask_causal(s, mine + offset - first, keys - first, lane);
+    }
+    raise_largest(s, o, largest, total, scale_log2);
+    add_weighted<LD>(s, o, largest, total, scale_log2, ks + BLOCK, in_simdgroup);
+  }
+
+  combine_lanes<Sum>(total);
+#pragma unroll
+  for (short i = 0; i < Rows<R>::SIZE; i++) {
+    total[i] = 1 / total[i];
+  }
+#pragma unroll
+  for (short e = 0; e < o.SIZE; e++) {
+    o[e] *= total[o.row_index(e)];
+  }
+  store(o, out + (long(head) * queries + mine) * D, D, queries - mine, in_simdgroup);
+}

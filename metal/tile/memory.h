@@ -1,0 +1,102 @@
+// Tiles and blocks between device memory, threadgroup memory and registers.
+#pragma once
+#include "tile.h"
+
+// Elements added to a row of a block in threadgroup memory, so that rows start in different banks.
+template <typename T>
+struct Pad {
+  static constant constexpr const short SIZE = 16 / sizeof(T);
+};
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+// Starts a copy of sixteen bytes that copy_wait ends; nothing is read, and zeros come, where `full` is
+// false.
+template <typename T>
+METAL_FUNC void copy_vector(T* destination, const T* source, bool full) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint(__cvta_generic_to_shared(destination))),
+               "l"(source), "r"(full ? 16 : 0) : "memory");
+}
+METAL_FUNC void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+METAL_FUNC void store_pair(float* p, float a, float b) { *reinterpret_cast<float2*>(p) = make_float2(a, b); }
+METAL_FUNC void store_pair(__half* p, float a, float b) {
+  *reinterpret_cast<__half2*>(p) = __floats2half2_rn(a, b);
+}
+METAL_FUNC void store_pair(__nv_bfloat16* p, float a, float b) {
+  *reinterpret_cast<__nv_bfloat162*>(p) = __floats2bfloat162_rn(a, b);
+}
+#else
+// Metal has no asynchronous copy that a kernel may name: the copy is made at once.
+template <typename T>
+METAL_FUNC void copy_vector(threadgroup T* destination, const device T* source, bool full) {
+  threadgroup uint4* to = reinterpret_cast<threadgroup uint4*>(destination);
+  *to = full ? *reinterpret_cast<const device uint4*>(source) : uint4(0);
+}
+METAL_FUNC void copy_wait() {}
+
+template <typename T>
+METAL_FUNC void store_pair(device T* p, float a, float b) {
+  p[0] = T(a);
+  p[1] = T(b);
+}
+#endif
+
+// All THREADS threads copy ROWS x COLS elements into threadgroup memory, rows LD elements apart; rows
+// from `rows` on become zero. The block is there after copy_wait and a threadgroup_barrier.
+template <int ROWS, int COLS, int LD, int THREADS, typename T>
+METAL_FUNC void copy_block(
+    threadgroup T* destination, const device T* source, int ld, int rows, ushort index) {
+  constexpr int WIDTH = 16 / sizeof(T);
+  constexpr int VECTORS = COLS / WIDTH; // in a row
+  static_assert(COLS % WIDTH == 0, "rows of whole vectors only");
+  if constexpr (THREADS % VECTORS == 0 && ROWS * VECTORS % THREADS == 0) {
+    // A thread stays in its column and goes down in equal steps: one address for all its copies.
+    constexpr int STEP = THREADS / VECTORS;
+    const int row = index / VECTORS, col = index % VECTORS * WIDTH;
+    destination += row * LD + col;
+    source += row * ld + col;
+    if (rows >= ROWS) {
+#pragma unroll
+      for (int i = 0; i < ROWS / STEP; i++) {
+        copy_vector(destination + i * STEP * LD, source + i * STEP * ld, true);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < ROWS / STEP; i++) {
+        const bool full = row + i * STEP < rows;
+        copy_vector(destination + i * STEP * LD, full ? source + i * STEP * ld : source, full);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int first = 0; first < ROWS * VECTORS; first += THREADS) {
+      const int row = (first + index) / VECTORS, col = (first + index) % VECTORS * WIDTH;
+      const bool full = row < rows;
+      if (row < ROWS) {
+        copy_vector(destination + row * LD + col, source + (full ? row * ld + col : 0), full);
+      }
+    }
+  }
+}
+
+// A tile from device memory, rows `ld` elements apart; rows from `rows` on become zero.
+template <typename T, int R, int C>
+METAL_FUNC void load(thread Tile<R, C>& s, const device T* source, int ld, int rows, ushort index) {
+  const Lane lane(index);
+#pragma unroll
+  for (short e = 0; e < s.SIZE; e++) {
+    s[e] = s.row(e, lane) < rows ? float(source[s.row(e, lane) * ld + s.col(e, lane)]) : 0.0f;
+  }
+}
+
+// A tile to device memory, rounded to T; rows from `rows` on are not stored.
+template <typename T, int R, int C>
+METAL_FUNC void store(const thread Tile<R, C>& s, device T* destination, int ld, int rows, ushort index) {
+  const Lane lane(index);
+#pragma unroll
+  for (short e = 0; e < s.SIZE; e += 2) {
+    if (s.row(e, lane) < rows) {
+      store_pair(destination + s.row(e, lane) * ld + s.col(e, lane), s[e], s[e + 1]);
+    }
+  }
+}

@@ -1,0 +1,15 @@
+// Matrix products of tiles on the matrix units: operands of type T, sums in float.
+//
+//   multiply_transposed<LD>(s, q, k, index)   s (R x C) += q (R x K)  k (C x K)^T
+//   multiply<LD>(o, p, v, index)              o (R x C) += p (R x K)  v (K x C)
+// The right factor lies in threadgroup memory, LD elements from row to row. The left factor is
+//   Operand<T, R, K> q;  q.load(device rows)   or  operand<T>(tile)      held in registers
+//   Staged<T, R, K, LD> q{threadgroup rows}                              read again for each product
+// `index` is the lane's.
+#pragma once
+#include "tile.h"
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#include "multiply_cuda.h"
+#else
+#include "multiply_metal.h"
+#endif

@@ -1,0 +1,261 @@
+// Matrix products on mma.sync: 16 x 8 x 16 for half and bfloat, 16 x 8 x 8 (TF32, three products for
+// float's precision) for float. Right factors come as two neighbouring 8-column fragments at a time.
+#pragma once
+#include "tile.h"
+
+METAL_FUNC uint shared_address(const void* p) { return uint(__cvta_generic_to_shared(p)); }
+
+// How operands of type T are stored in registers and multiplied.
+template <typename T>
+struct MatrixUnit {
+  using Word = uint; // two elements
+  static constexpr short DEPTH = 16;
+
+  METAL_FUNC static void multiply_accumulate(float* c, const Word* a, const Word* b);
+  METAL_FUNC static Word pack(float a, float b);
+
+  METAL_FUNC static Word pair(const T* p) { return *reinterpret_cast<const Word*>(p); }
+
+  METAL_FUNC static void load4(Word* f, const T* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(shared_address(p)) : "memory");
+  }
+  METAL_FUNC static void load4_transposed(Word* f, const T* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(shared_address(p)) : "memory");
+  }
+
+  // 16 x 16 of the left factor, rows LD apart in threadgroup memory.
+  template <int LD>
+  METAL_FUNC static void left(Word* f, const T* a, ushort index) {
+    load4(f, a + (index % 16) * LD + index / 16 * 8);
+  }
+  // 16 columns of the right factor from 16 rows of its transpose ...
+  template <int LD>
+  METAL_FUNC static void right_transposed(Word* f, const T* b, ushort index) {
+    load4(f, b + (index % 8 + index / 16 * 8) * LD + index / 8 % 2 * 8);
+  }
+  // ... or from its own rows.
+  template <int LD>
+  METAL_FUNC static void right(Word* f, const T* b, ushort index) {
+    load4_transposed(f, b + (index % 16) * LD + index / 16 * 8);
+  }
+  // The accumulators of two neighbouring fragments, rounded to T: the left factor of the next product.
+  METAL_FUNC static void from_accumulators(Word* f, const float* c) {
+    f[0] = pack(c[0], c[1]);
+    f[1] = pack(c[2], c[3]);
+    f[2] = pack(c[4], c[5]);
+    f[3] = pack(c[6], c[7]);
+  }
+  // A lane's pairs of a 16 x 16 block in device memory.
+  METAL_FUNC static void left_device(Word* f, const T* a, int ld, Lane lane, bool first, bool second) {
+    const T* p = a + lane.row * ld + lane.col;
+    f[0] = first ? pair(p) : 0;
+    f[1] = second ? pair(p + 8 * ld) : 0;
+    f[2] = first ? pair(p + 8) : 0;
+    f[3] = second ? pair(p + 8 * ld + 8) : 0;
+  }
+};
+
+#define MATRIX_PRODUCT(T, TYPE)                                                                   \
+  template <>                                                                                     \
+  METAL_FUNC void MatrixUnit<T>::multiply_accumulate(float* c, const Word* a, const Word* b) {    \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "                   \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));             \
+  }
+MATRIX_PRODUCT(__half, "f16")
+MATRIX_PRODUCT(__nv_bfloat16, "bf16")
+#undef MATRIX_PRODUCT
+
+template <>
+METAL_FUNC uint MatrixUnit<__half>::pack(float a, float b) {
+  const __half2 both = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint*>(&both);
+}
+template <>
+METAL_FUNC uint MatrixUnit<__nv_bfloat16>::pack(float a, float b) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint*>(&both);
+}
+
+// float: x = big + small, both TF32; big*big + big*small + small*big. The sum over the depth may go
+// in any order, so a lane's neighbours 2t and 2t + 1 stand where the unit has t and t + 4.
+template <>
+struct MatrixUnit<float> {
+  using Word = float;
+  static constexpr short DEPTH = 8;
+
+  METAL_FUNC static uint rounded(float x) {
+    uint y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+  }
+  METAL_FUNC static void product(float* c, const uint* a, const uint* b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+  METAL_FUNC static void multiply_accumulate(float* c, const Word* a, const Word* b) {
+    uint big_a[4], small_a[4], big_b[2], small_b[2];
+#pragma unroll
+    for (short i = 0; i < 4; i++) {
+      big_a[i] = rounded(a[i]);
+      small_a[i] = rounded(a[i] - __uint_as_float(big_a[i]));
+    }
+#pragma unroll
+    for (short i = 0; i < 2; i++) {
+      big_b[i] = rounded(b[i]);
+      small_b[i] = rounded(b[i] - __uint_as_float(big_b[i]));
+    }
+    // A sum of their own: the unit truncates what it adds to, which a long sum would feel.
+    float sum[4] = {0, 0, 0, 0};
+    product(sum, small_a, big_b);
+    product(sum, big_a, small_b);
+    product(sum, big_a, big_b);
+#pragma unroll
+    for (short i = 0; i < 4; i++) {
+      c[i] += sum[i];
+    }
+  }
+  template <int LD>
+  METAL_FUNC static void left(Word* f, const float* a, ushort index) {
+    const Lane lane(index);
+    left_device(f, a, LD, lane, true, true);
+  }
+  template <int LD>
+  METAL_FUNC static void right_transposed(Word* f, const float* b, ushort index) {
+    const Lane lane(index);
+    const float* p = b + lane.row * LD + lane.col;
+    f[0] = p[0];
+    f[1] = p[1];
+    f[2] = p[8 * LD];
+    f[3] = p[8 * LD + 1];
+  }
+  template <int LD>
+  METAL_FUNC static void right(Word* f, const float* b, ushort index) {
+    const Lane lane(index);
+    const float* p = b + lane.col * LD + lane.row;
+    f[0] = p[0];
+    f[1] = p[LD];
+    f[2] = p[8];
+    f[3] = p[LD + 8];
+  }
+  METAL_FUNC static void from_accumulators(Word* f, const float* c) {
+    f[0] = c[0];
+    f[1] = c[2];
+    f[2] = c[1];
+    f[3] = c[3];
+  }
+  METAL_FUNC static void left_device(Word* f, const float* a, int ld, Lane lane, bool first, bool second) {
+    const float* p = a + lane.row * ld + lane.col;
+    f[0] = first ? p[0] : 0;
+    f[1] = second ? p[8 * ld] : 0;
+    f[2] = first ? p[1] : 0;
+    f[3] = second ? p[8 * ld + 1] : 0;
+  }
+};
+
+// The left factor of a product, R x K, in registers.
+template <typename T, int R, int K>
+struct Operand {
+  using Element = T;
+  using Unit = MatrixUnit<T>;
+  static constexpr int DEPTH = K;
+  typename Unit::Word x[R / 16 * (K / Unit::DEPTH) * 4];
+
+  METAL_FUNC void fragment(typename Unit::Word* f, short i, short k, ushort) const {
+#pragma unroll
+    for (short e = 0; e < 4; e++) {
+      f[e] = x[(i * (K / Unit::DEPTH) + k) * 4 + e];
+    }
+  }
+  // Rows from `rows` on are zero.
+  METAL_FUNC void load(const T* source, int ld, short rows, ushort index) {
+    const Lane lane(index);
+#pragma unroll
+    for (short i = 0; i < R / 16; i++) {
+      const short row = i * 16 + lane.row;
+#pragma unroll
+      for (short k = 0; k < K / Unit::DEPTH; k++) {
+        Unit::left_device(x + (i * (K / Unit::DEPTH) + k) * 4, source + i * 16 * ld + k * Unit::DEPTH,
+                          ld, lane, row < rows, row + 8 < rows);
+      }
+    }
+  }
+};
+
+// The same, left in threadgroup memory.
+template <typename T, int R, int K, int LD>
+struct Staged {
+  using Element = T;
+  using Unit = MatrixUnit<T>;
+  static constexpr int DEPTH = K;
+  const T* rows;
+
+  METAL_FUNC void fragment(typename Unit::Word* f, short i, short k, ushort index) const {
+    Unit::template left<LD>(f, rows + i * 16 * LD + k * Unit::DEPTH, index);
+  }
+};
+
+template <typename T, int R, int K>
+METAL_FUNC Operand<T, R, K> operand(const Tile<R, K>& tile) {
+  using Unit = MatrixUnit<T>;
+  Operand<T, R, K> result;
+#pragma unroll
+  for (short f = 0; f < R / 16 * (K / Unit::DEPTH); f++) {
+    Unit::from_accumulators(result.x + f * 4, tile.x + f * (Unit::DEPTH / 8) * 4);
+  }
+  return result;
+}
+
+template <int LD, typename A, int R, int C>
+METAL_FUNC void multiply_transposed(
+    Tile<R, C>& s, const A& a, const typename A::Element* b, ushort index) {
+  using Unit = MatrixUnit<typename A::Element>;
+  static_assert(C % 16 == 0, "right factors come 16 columns at a time");
+#pragma unroll
+  for (short k = 0; k < A::DEPTH / Unit::DEPTH; k++) {
+    typename Unit::Word left[R / 16][4];
+#pragma unroll
+    for (short i = 0; i < R / 16; i++) {
+      a.fragment(left[i], i, k, index);
+    }
+#pragma unroll
+    for (short j = 0; j < C / 16; j++) {
+      typename Unit::Word right[4];
+      Unit::template right_transposed<LD>(right, b + j * 16 * LD + k * Unit::DEPTH, index);
+#pragma unroll
+      for (short i = 0; i < R / 16; i++) {
+        Unit::multiply_accumulate(s.fragment(i, 2 * j), left[i], right);
+        Unit::multiply_accumulate(s.fragment(i, 2 * j + 1), left[i], right + 2);
+      }
+    }
+  }
+}
+
+template <int LD, typename A, int R, int C>
+METAL_FUNC void multiply(Tile<R, C>& o, const A& a, const typename A::Element* b, ushort index) {
+  using Unit = MatrixUnit<typename A::Element>;
+  static_assert(C % 16 == 0, "right factors come 16 columns at a time");
+#pragma unroll
+  for (short k = 0; k < A::DEPTH / Unit::DEPTH; k++) {
+    typename Unit::Word left[R / 16][4];
+#pragma unroll
+    for (short i = 0; i < R / 16; i++) {
+      a.fragment(left[i], i, k, index);
+    }
+#pragma unroll
+    for (short j = 0; j < C / 16; j++) {
+      typename Unit::Word right[4];
+      Unit::template right<LD>(right, b + k * Unit::DEPTH * LD + j * 16, index);
+#pragma unroll
+      for (short i = 0; i < R / 16; i++) {
+        Unit::multiply_accumulate(o.fragment(i, 2 * j), left[i], right);
+        Unit::multiply_accumulate(o.fragment(i, 2 * j + 1), left[i], right + 2);
+      }
+    }
+  }
+}

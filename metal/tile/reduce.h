@@ -1,0 +1,37 @@
+// Reductions and running sums of a tile, along its rows and down its columns.
+#pragma once
+#include "tile.h"
+
+struct Sum {
+  METAL_FUNC static float of(float a, float b) { return a + b; }
+};
+struct Max {
+  METAL_FUNC static float of(float a, float b) { return metal::max(a, b); }
+};
+
+// r = Op over the lanes that hold a part of the row: all of them end with the same value.
+template <typename Op, int R>
+METAL_FUNC void combine_lanes(thread Rows<R>& r) {
+#pragma unroll
+  for (short i = 0; i < Rows<R>::SIZE; i++) {
+    r[i] = Op::of(r[i], metal::simd_shuffle_xor(r[i], ushort(Fragment::PAIR_1)));
+    r[i] = Op::of(r[i], metal::simd_shuffle_xor(r[i], ushort(Fragment::PAIR_2)));
+  }
+}
+
+// r = Op(r, the lane's own elements of the row). The lanes hold parts until combine_lanes.
+template <typename Op, int R, int C>
+METAL_FUNC void reduce_lane_rows(thread Rows<R>& r, const thread Tile<R, C>& s) {
+#pragma unroll
+  for (short e = 0; e < s.SIZE; e++) {
+    r[s.row_index(e)] = Op::of(r[s.row_index(e)], s[e]);
+  }
+}
+
+// r = Op(r, every element of the row), for an r that is the same in all lanes of a row and an Op that
+// may count it several times (Max).
+template <typename Op, int R, int C>
+METAL_FUNC void reduce_rows(thread Rows<R>& r, const thread Tile<R, C>& s) {
+  reduce_lane_rows<Op>(r, s);
+  combine_lanes<Op>(r);
+}

@@ -1,0 +1,54 @@
+"""The methods' definitions in NumPy float64, which ship with the package to check it anywhere."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def attend(
+    weights: Callable[[np.ndarray], np.ndarray],
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+) -> np.ndarray:
+    """Attention in float64 with the given way from logits to weights.
+
+    Args:
+        weights: one of the functions below, from logits (B, H, T, N) to weights of that shape.
+        q: (B, H, T, D).
+        k: (B, Hkv, N, D), N >= T; the queries are the last T positions.
+        v: (B, Hkv, N, D).
+        scale: multiplies the logits.
+
+    Returns:
+        (B, H, T, D), float64.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(array.astype(np.float64), group, axis=1) for array in (k, v))
+    logits = scale * np.einsum("bhid,bhjd->bhij", q.astype(np.float64), k)
+    return weights(logits) @ v
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    """Weights of causal softmax attention."""
+    T, N = z.shape[-2:]
+    z = np.where(np.tri(T, N, k=N - T, dtype=bool), z, -np.inf)
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def selective(z: np.ndarray) -> np.ndarray:
+    """Weights of selective attention, T = N: head 0 decides what later queries forget."""
+    S = np.tril(np.maximum(z[:, 0], 0), -1)
+    S[..., 0] = 0
+    F = np.cumsum(S, axis=1) - S
+    return softmax(z - F[:, None])
+
+
+def stick_breaking(z: np.ndarray) -> np.ndarray:
+    """Weights of stick-breaking attention over earlier keys, T = N."""
+    seen = np.tri(z.shape[-1], k=-1, dtype=bool)
+    softplus = np.where(seen, np.logaddexp(0, z), 0)
+    nearer = np.cumsum(softplus[..., ::-1], axis=-1)[..., ::-1]
+    return np.where(seen, np.exp(z - nearer), 0)

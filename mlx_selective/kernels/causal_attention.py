@@ -1,0 +1,109 @@
+"""Plain causal attention on the tile vocabulary of ``metal/tile``.
+
+Not a feature: MLX has it, as ``mx.fast.scaled_dot_product_attention``. It exists to prove the
+vocabulary end to end and to be measured beside MLX's own.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .backend import find_backend
+from .kernel import Kernel
+
+_KERNEL = Kernel("attention/causal.metal")
+
+#: what the kernel is instantiated for
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+HEAD_SIZES = (64, 80, 96, 128)
+
+
+class Blocks(NamedTuple):
+    """The sizes of a threadgroup's work.
+
+    ``queries`` in all, ``rows`` for each simdgroup; ``keys`` in a block, with room for ``pairs``
+    of blocks of keys and values; ``staged``: the queries wait in threadgroup memory, for want
+    of registers.
+    """
+
+    queries: int
+    keys: int
+    rows: int
+    pairs: int
+    staged: bool = False
+
+
+#: By backend, bytes of an element and head size. Metal: MLX's own sizes (steel_attention). CUDA: as
+#: many rows as the registers hold, since a fragment of keys is read once for all of a simdgroup's
+#: rows; measured on an H200.
+BLOCKS = {
+    ("metal", 2): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
+    ("metal", 4): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
+    ("cuda", 2): {
+        64: Blocks(128, 64, 32, 2),
+        80: Blocks(128, 64, 32, 2, True),
+        96: Blocks(128, 64, 32, 2, True),
+        128: Blocks(128, 48, 32, 2, True),
+    },
+    ("cuda", 4): dict.fromkeys(HEAD_SIZES, Blocks(64, 32, 16, 2, True)),
+}
+
+
+def causal_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, blocks: Blocks | None = None
+) -> mx.array:
+    """softmax(scale q k^T + causal) v with the kernel of ``metal/attention/causal.metal``.
+
+    Args:
+        q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.
+        k: (B, Hkv, N, D), N >= T >= 1, Hkv divides H; the queries are the last T positions.
+        v: (B, Hkv, N, D).
+        scale: multiplies the logits.
+        blocks: other block sizes than the backend's, to measure them.
+
+    Returns:
+        (B, H, T, D) in q's dtype. Logits, weights and sums are float32; on CUDA the weights are
+        rounded to q's dtype for the product with v, as in other fused attention.
+
+    Raises:
+        ValueError: if the kernel has no such dtype or head size, or shapes do not belong together.
+        KernelError: if no backend runs kernels here.
+    """
+    B, H, T, D = q.shape
+    heads, N = k.shape[1], k.shape[2]
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must be one of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if D not in HEAD_SIZES:
+        raise ValueError(f"the head size must be one of {HEAD_SIZES}, got {D}.")
+    if k.shape != (B, heads, N, D) or v.shape != k.shape or H % heads or not 1 <= T <= N:
+        raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
+    backend = find_backend().name or "metal"
+    blocks = blocks or BLOCKS[backend, q.dtype.size][D]
+    threads = blocks.queries // blocks.rows * 32
+    row = (D + 16 // q.dtype.size) * q.dtype.size
+    (out,) = _KERNEL(
+        inputs=[q, k, v, *_numbers(T, N, H // heads, scale)],
+        template={
+            "T": q.dtype,
+            "D": D,
+            "BQ": blocks.queries,
+            "BK": blocks.keys,
+            "R": blocks.rows,
+            "PAIRS": blocks.pairs,
+            "STAGED": blocks.staged,
+        },
+        grid=(H * threads, B, math.ceil(T / blocks.queries)),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[q.shape],
+        output_dtypes=[q.dtype],
+        shared_memory=row * (2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged),
+    )
+    return out
+
+
+@lru_cache(maxsize=64)
+def _numbers(queries: int, keys: int, group: int, scale: float) -> tuple[mx.array, mx.array]:
+    """What the kernel reads from constant memory; kept, since making arrays takes time too."""
+    return mx.array([queries, keys, group], mx.int32), mx.array([scale], mx.float32)

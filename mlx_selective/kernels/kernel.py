@@ -1,0 +1,170 @@
+"""A kernel of ``metal/`` as a callable, built on first use for the backend it runs on."""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import mlx.core as mx
+
+from .backend import find_backend
+from .errors import KernelError
+from .hooks import current_launcher, first_value, note
+from .signature import CONSTANT_BELOW, TYPES, Buffer
+from .source import KERNEL_FOLDER, KernelSource, read_kernel
+
+#: what a value of each kind of template parameter is; bool is an int too, so type() decides
+_KINDS = {"typename": mx.Dtype, "int": int, "bool": bool}
+
+
+class Kernel:
+    """One kernel file; nothing is read before the first use, nothing compiled before MLX runs it.
+
+    Args:
+        path: of the file under ``metal/``, such as ``ssa/temperature.metal``.
+        folder: of all kernel sources, if they are not the package's own.
+    """
+
+    def __init__(self, path: str, folder: Path = KERNEL_FOLDER):
+        self.path = path
+        self.folder = folder
+        self._built: dict[tuple[str, int], object] = {}
+
+    @cached_property
+    def source(self) -> KernelSource:
+        """The file, taken apart.
+
+        Raises:
+            KernelError: if the file is not as MLX needs it.
+        """
+        return read_kernel(self.path, self.folder)
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel's function."""
+        return self.source.name
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: dict[str, mx.Dtype | int | bool],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        shared_memory: int = 0,
+    ) -> list[mx.array]:
+        """Launches the kernel on the backend of the moment.
+
+        Args:
+            inputs: in the file's order. Where the file declares no strides of an input, it gets
+                a row-contiguous one, copied if need be.
+            template: a value for each template parameter.
+            grid: threads in all, as in Metal; CUDA starts whole threadgroups, so check bounds.
+            threadgroup: threads in a threadgroup.
+            output_shapes: in the file's order.
+            output_dtypes: in the file's order.
+            shared_memory: bytes of dynamic shared memory on CUDA; Metal declares its own.
+
+        Returns:
+            The outputs, in the file's order, not evaluated yet.
+
+        Raises:
+            KernelError: if the call does not fit what the file declares, or no backend is here.
+        """
+        backend = find_backend()
+        if backend.name is None:
+            raise KernelError(f"{self.name} has nowhere to run: {backend.reason}.")
+        self._check_template(template)
+        self._check_inputs(inputs, template)
+        self._check_outputs(output_shapes, output_dtypes, template)
+        call = {
+            "inputs": self._contiguous(inputs),
+            "template": [(name, template[name]) for name in self.source.signature.template],
+            "grid": tuple(grid),
+            "threadgroup": tuple(threadgroup),
+            "output_shapes": [tuple(shape) for shape in output_shapes],
+            "output_dtypes": list(output_dtypes),
+        }
+        if first_value() is not None:
+            call["init_value"] = first_value()
+        built = self._build(backend.name, shared_memory)
+        note(lambda: self.name, backend.name)
+        launcher = current_launcher()
+        return launcher(built, **call) if launcher else built(**call)
+
+    def _build(self, backend: str, shared_memory: int):
+        """MLX's kernel object; CUDA fixes its shared memory when it is made."""
+        key = (backend, shared_memory if backend == "cuda" else 0)
+        if key not in self._built:
+            signature = self.source.signature
+            options = {
+                "name": f"mlx_selective_{self.name}",
+                "input_names": [one.name for one in signature.inputs],
+                "output_names": [one.name for one in signature.outputs],
+                "header": self.source.header,
+                "source": self.source.body,
+                "ensure_row_contiguous": not self._strided,
+            }
+            if backend == "cuda":
+                self._built[key] = mx.fast.cuda_kernel(**options, shared_memory=shared_memory)
+            else:
+                self._built[key] = mx.fast.metal_kernel(**options)
+        return self._built[key]
+
+    @cached_property
+    def _strided(self) -> set[str]:
+        """The inputs whose strides the file declares."""
+        signature = self.source.signature
+        return {one.name for one in signature.inputs} & {
+            name.removesuffix("_strides") for name in signature.extras if name.endswith("_strides")
+        }
+
+    def _contiguous(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """The inputs, copied where need be; MLX itself can do that for all of them or for none."""
+        if not self._strided:
+            return list(inputs)
+        return [
+            array if one.name in self._strided else mx.contiguous(array)
+            for one, array in zip(self.source.signature.inputs, inputs, strict=True)
+        ]
+
+    def _check_template(self, template) -> None:
+        kinds = self.source.signature.template
+        if set(template) != set(kinds):
+            raise KernelError(f"{self.name} takes template {list(kinds)}, got {list(template)}.")
+        for name, kind in kinds.items():
+            if type(template[name]) is not _KINDS[kind]:
+                raise KernelError(f"{self.name}: {name} is {kind}, got {template[name]!r}.")
+
+    def _check_inputs(self, inputs, template) -> None:
+        declared = self.source.signature.inputs
+        if len(inputs) != len(declared):
+            raise KernelError(f"{self.name} takes {len(declared)} inputs, got {len(inputs)}.")
+        for one, array in zip(declared, inputs, strict=True):
+            self._check_dtype(one, array.dtype, template)
+            space = "constant" if array.size < CONSTANT_BELOW else "device"
+            if array.ndim == 0:
+                raise KernelError(f"{self.name}: {one.name} must have an axis, even for a number.")
+            if space != one.space:
+                raise KernelError(
+                    f"{self.name} declares {one.name} as {one.space}, but MLX puts an array of "
+                    f"{array.size} elements into {space} (from {CONSTANT_BELOW} on into device)."
+                )
+
+    def _check_outputs(self, shapes, dtypes, template) -> None:
+        declared = self.source.signature.outputs
+        if not len(shapes) == len(dtypes) == len(declared):
+            raise KernelError(
+                f"{self.name} has {len(declared)} outputs; give each shape and dtype."
+            )
+        for one, shape, dtype in zip(declared, shapes, dtypes, strict=True):
+            self._check_dtype(one, dtype, template)
+            if math.prod(shape) == 0:
+                raise KernelError(f"{self.name}: output {one.name} of shape {shape} is empty.")
+
+    def _check_dtype(self, one: Buffer, dtype: mx.Dtype, template) -> None:
+        given = template.get(one.type)
+        if dtype != given if given is not None else one.type not in TYPES.get(dtype, ()):
+            raise KernelError(f"{self.name} declares {one.type}* {one.name}, got {dtype}.")
