@@ -47,7 +47,7 @@ BLOCKS = {
         96: Blocks(128, 64, 32, 2, True),
         128: Blocks(128, 48, 32, 2, True),
     },
-    ("cuda", 4): dict.fromkeys(HEAD_SIZES, Blocks(64, 32, 16, 2, True)),
+    ("cuda", 4): dict.fromkeys(HEAD_SIZES, Blocks(128, 32, 32, 2, True)),
 }
 
 
@@ -60,7 +60,7 @@ def causal_attention(
         q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.
         k: (B, Hkv, N, D), N >= T >= 1, Hkv divides H; the queries are the last T positions.
         v: (B, Hkv, N, D).
-        scale: multiplies the logits.
+        scale: multiplies the logits, > 0 (masked logits are -inf before they are scaled).
         blocks: other block sizes than the backend's, to measure them.
 
     Returns:
@@ -68,7 +68,8 @@ def causal_attention(
         rounded to q's dtype for the product with v, as in other fused attention.
 
     Raises:
-        ValueError: if the kernel has no such dtype or head size, or shapes do not belong together.
+        ValueError: if the kernel has no such dtype or head size, if shapes do not belong together
+            or scale is not positive.
         KernelError: if no backend runs kernels here.
     """
     B, H, T, D = q.shape
@@ -79,6 +80,8 @@ def causal_attention(
         raise ValueError(f"the head size must be one of {HEAD_SIZES}, got {D}.")
     if k.shape != (B, heads, N, D) or v.shape != k.shape or H % heads or not 1 <= T <= N:
         raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number, got {scale}.")
     backend = find_backend().name or "metal"
     blocks = blocks or BLOCKS[backend, q.dtype.size][D]
     threads = blocks.queries // blocks.rows * 32

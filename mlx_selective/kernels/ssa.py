@@ -14,9 +14,9 @@ from .signature import CONSTANT_BELOW
 TEMPERATURE = Kernel("ssa/temperature.metal")
 #: head sizes D that the kernel is written for
 HEAD_SIZES = (64, 80, 96, 128)
-#: elements from which on it is used: below, the launch costs more than what it saves (on an H200,
-#: a call's 40 us beside 15 of plain MLX)
-SMALLEST = 2**20
+#: elements from which on it pays, by dtype (measured on an H200): in half precision plain MLX
+#: copies to float32 and back, in float32 it is one kernel itself
+SMALLEST = {mx.float16: 2**23, mx.bfloat16: 2**23, mx.float32: math.inf}
 #: rows that a simdgroup takes, and simdgroups of a threadgroup
 _ROWS, _SIMDGROUPS = 8, 4
 
@@ -57,8 +57,8 @@ def _why_plain(x: mx.array, tau: mx.array, smallest: int | None) -> str:
     fits = all(have in (1, want) for have, want in zip(tau.shape[::-1], rows[::-1], strict=False))
     if tau.ndim > x.ndim or not fits:
         return f"temperatures {tau.shape} for rows {rows}"
-    if x.size < (SMALLEST if smallest is None else smallest):
-        return f"only {x.size} elements"
+    if x.size < (SMALLEST[x.dtype] if smallest is None else smallest):
+        return f"{x.size} elements in {str(x.dtype).removeprefix('mlx.core.')} do not pay"
     if math.prod(rows) < CONSTANT_BELOW:
         return f"only {math.prod(rows)} rows"
     return ""

@@ -18,7 +18,7 @@ DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 @pytest.fixture(autouse=True)
 def small_arrays_too(monkeypatch):
-    monkeypatch.setattr(ssa, "SMALLEST", 0)
+    monkeypatch.setattr(ssa, "SMALLEST", dict.fromkeys(ssa.SMALLEST, 0))
 
 
 def rows(dtype=mx.float32, shape=(B, H, T, D)):
@@ -77,9 +77,9 @@ def test_small_arrays_are_not_worth_a_launch(monkeypatch):
     x, tau = rows(), temperatures()
     for smallest, backend, reason in (
         (x.size, "metal", ""),
-        (x.size + 1, None, f"only {x.size} elements"),
+        (x.size + 1, None, f"{x.size} elements in float32 do not pay"),
     ):
-        monkeypatch.setattr(ssa, "SMALLEST", smallest)
+        monkeypatch.setitem(ssa.SMALLEST, mx.float32, smallest)
         with launched_by(numpy_temperature), record() as ran:
             out = apply_temperature(x, tau)
         assert ran == [("ssa_temperature", backend, reason)]

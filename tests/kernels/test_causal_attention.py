@@ -1,0 +1,205 @@
+"""The causal kernel as Metal text on the processor, against the definition in float64."""
+
+import shutil
+
+import metal_host
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from covering import covering, every
+from methods import error, float64
+
+from mlx_selective.kernels import causal_attention as module
+from mlx_selective.kernels import launched_by, outputs_start_as
+from mlx_selective.kernels.causal_attention import Blocks, causal_attention
+from mlx_selective.kernels.kernel import Kernel
+from mlx_selective.kernels.source import KERNEL_FOLDER
+
+pytest.importorskip("ziglang")
+
+DTYPES = {mx.float32: 2e-7, mx.float16: 1e-4, mx.bfloat16: 1e-3}  # and what is no error yet
+BARRIER = "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);"
+SHAPES = {
+    "dtype": list(DTYPES),
+    "D": [64, 80, 96, 128],
+    "T": [1, 7, 31, 33, 127],
+    "earlier": [0, 1, 30, 77],  # keys before the first query
+    "heads": [(1, 1), (4, 1), (6, 2)],  # H, Hkv
+    "B": [1, 2],
+}
+
+
+def definition(q, k, v, scale):
+    """The queries are the last T of N positions, one after the other."""
+    T, N = q.shape[2], k.shape[2]
+    if T == N:
+        return oracle.causal_softmax(q, k, v, scale)
+    k, v = (oracle.repeat_heads(kv, q.shape[1]) for kv in (k, v))
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for b, h, i in np.ndindex(*q.shape[:3]):
+        seen = N - T + i + 1
+        weights = oracle.softmax(scale * k[b, h, :seen] @ q[b, h, i])
+        out[b, h, i] = weights @ v[b, h, :seen]
+    return out
+
+
+def normal(dtype=mx.float32, D=64, T=7, earlier=0, heads=(2, 1), B=1, seed=0):
+    keys = mx.random.split(mx.random.key(seed), 3)
+    lengths = (heads[0], T), (heads[1], T + earlier), (heads[1], T + earlier)
+    return [
+        mx.random.normal((B, *length, D), key=key).astype(dtype)
+        for length, key in zip(lengths, keys, strict=True)
+    ]
+
+
+def on_host(q, k, v, scale, **options):
+    """Outputs begin as NaN, so that what is not written shows."""
+    with launched_by(metal_host.execute), outputs_start_as(float("nan")):
+        return causal_attention(q, k, v, scale=scale, **options)
+
+
+def check(*problems, **options):
+    """Over all (q, k, v, scale), at most twice the error of plain MLX in that dtype, and a floor.
+
+    Returns the share of that.
+    """
+    truths, ours, plain = [], [], []
+    for q, k, v, scale in problems:
+        out = on_host(q, k, v, scale, **options)
+        assert out.dtype == q.dtype
+        ours.append(float64(out))
+        truths.append(definition(float64(q), float64(k), float64(v), scale))
+        theirs = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+        plain.append(float64(theirs))
+    truth = np.concatenate(truths)
+    found = error(np.concatenate(ours), truth)
+    most = 2 * error(np.concatenate(plain), truth) + DTYPES[problems[0][0].dtype]
+    assert found <= most
+    return found / most
+
+
+def check_shape(seed, D, B, heads, T, **case):
+    """Few rows are drawn several times: the error of one row alone is a matter of luck."""
+    draws = -(-16 // (B * heads[0] * T))
+    case |= {"D": D, "B": B, "heads": heads, "T": T}
+    return check(*((*normal(**case, seed=100 * seed + i), D**-0.5) for i in range(draws)))
+
+
+def names(case):
+    return "-".join(str(value).replace("mlx.core.", "") for value in case.values())
+
+
+CASES = covering(SHAPES)
+
+
+@pytest.mark.parametrize("seed, case", list(enumerate(CASES)), ids=map(names, CASES))
+def test_shapes(seed, case):
+    check_shape(seed, **case)
+
+
+@pytest.mark.slow
+def test_every_shape():
+    print(max(check_shape(seed, **case) for seed, case in enumerate(every(SHAPES))))
+
+
+@pytest.mark.parametrize(
+    "dtype, blocks",
+    [
+        (mx.float16, Blocks(32, 16, 8, 2)),  # two pairs of blocks of keys and values
+        (mx.bfloat16, Blocks(32, 32, 8, 2, True)),  # and the queries in threadgroup memory
+        (mx.float32, Blocks(64, 16, 16, 1, True)),  # two fragments of rows
+        (mx.float32, Blocks(16, 48, 8, 1)),
+    ],
+    ids=str,
+)
+def test_other_blocks(dtype, blocks):
+    for T, earlier in ((33, 0), (70, 31)):
+        check((*normal(dtype, 64, T, earlier), 0.125), blocks=blocks)
+
+
+def test_arrays_that_are_not_contiguous():
+    lengths = (20, 4), (60, 2), (60, 2)
+    q, k, v = (mx.random.normal((2, n, h, 64)).swapaxes(1, 2)[:, :, ::2] for n, h in lengths)
+    check((q, k, v, 0.125))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sign", [1, -1, 0])
+def test_equal_logits_give_the_mean_of_what_is_seen(dtype, sign):
+    _, k, v = normal(dtype, T=41, earlier=29)
+    q, k = mx.full((1, 2, 41, 64), 16, dtype), mx.full(k.shape, 16 * sign, dtype)
+    out = float64(on_host(q, k, v, 1e4 / 16**2 / 64))
+    values, counts = float64(v).repeat(2, 1), np.arange(1, 71)
+    mean = (values.cumsum(2) / counts[:, None])[:, :, 29:]
+    assert np.abs(out - mean).max() <= {2: 1e-2, 4: 1e-5}[dtype.size] * np.abs(mean).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_huge_logit_takes_all(dtype):
+    q, k, v = normal(dtype, T=41, earlier=29)
+    # the keys' first number counts up and down, the queries' is large: logits up to 1e4
+    steps = mx.array(np.r_[np.arange(0, 60), np.arange(60, 50, -1)]).astype(dtype)
+    q = mx.concatenate([mx.full((1, 2, 41, 1), 1e4 / 60, dtype), 0 * q[..., 1:]], 3)
+    k = mx.concatenate([steps[None, None, :, None], 0 * k[..., 1:]], 3)
+    out = on_host(q, k, v, 1.0)
+    best = np.minimum(np.arange(29, 70), 60)  # of each query
+    assert error(out[0, 1], float64(v)[0, 0][best]) <= DTYPES[dtype]
+
+
+def test_random_huge_logits():
+    q, k, v = normal(T=64, earlier=20)
+    check((1e4 * q, k, v, 0.125))
+
+
+@pytest.mark.parametrize(
+    "number, pairs",
+    [
+        (1, 1),  # the values of a block are read, the next block is written
+        (1, 2),  # the same, and a block is written, read
+        (2, 1),  # a block is written, read
+    ],
+)
+def test_each_barrier_is_needed(number, pairs, tmp_path, monkeypatch):
+    shutil.copytree(KERNEL_FOLDER, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "attention" / "causal.metal"
+    pieces = file.read_text().split(BARRIER)
+    assert len(pieces) == 3
+    before, after = BARRIER.join(pieces[:number]), BARRIER.join(pieces[number:])
+    file.write_text(f"{before};{after}")
+    monkeypatch.setattr(module, "_KERNEL", Kernel("attention/causal.metal", tmp_path))
+    for seed in range(5):
+        with pytest.raises(metal_host.Fault) as caught, metal_host.recording(seed=seed):
+            on_host(*normal(T=33, earlier=40), 0.125, blocks=Blocks(32, 16, 8, pairs))
+        # whoever reads first reads what nobody wrote yet
+        assert caught.value.kind in ("race", "uninitialised read")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q.astype(mx.int32), k, v), "q, k, v must be one of .*got mlx.core.int32"),
+        (lambda q, k, v: (q, k.astype(mx.float16), v), "got mlx.core.float32, mlx.core.float16"),
+        (lambda q, k, v: (q, k, v.astype(mx.bfloat16)), "float32, mlx.core.bfloat16"),
+        (
+            lambda q, k, v: (q[..., :48], k[..., :48], v[..., :48]),
+            r"the head size must be one of \(64, 80, 96, 128\), got 48",
+        ),
+        (lambda q, k, v: (q, k, v[:, :, 1:]), r"belong together: \(2, 4, 5, 64\), \(2, 2, 9, 64\)"),
+        (lambda q, k, v: (q[:, :3], k, v), "shapes do not belong together"),  # 3 heads for 2
+        (lambda q, k, v: (q, k[:, :, :4], v[:, :, :4]), "shapes do not belong together"),
+        (lambda q, k, v: (q[:, :, :0], k, v), "shapes do not belong together"),
+        (lambda q, k, v: (q[:1], k, v), "shapes do not belong together"),
+        (lambda q, k, v: (q, k[..., :32], v[..., :32]), "shapes do not belong together"),
+    ],
+)
+def test_what_it_refuses(change, message):
+    arrays = normal(T=5, earlier=4, heads=(4, 2), B=2)
+    with pytest.raises(ValueError, match=message):
+        causal_attention(*change(*arrays), scale=0.125)
+
+
+@pytest.mark.parametrize("scale", [0, -0.125, float("inf"), float("nan")])
+def test_scales_that_the_mask_does_not_survive(scale):
+    with pytest.raises(ValueError, match="scale must be a positive number"):
+        causal_attention(*normal(T=5, earlier=4, heads=(4, 2), B=2), scale=scale)

@@ -1,0 +1,1 @@
+"""What shows that the host can be believed."""

@@ -1,0 +1,1 @@
+"""LLVM IR rewritten so that accesses are checked and work is counted."""
