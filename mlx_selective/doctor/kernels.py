@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..kernels import find_backend, outputs_start_as, record
-from ..kernels.registry import CHECKS, KernelCheck
 from ..output import safe_text
+from .kernel_cases import CHECKS, KernelCheck
 
 #: What a kernel's RMS-relative error may have beyond twice that of plain MLX in its dtype.
 FLOORS = {mx.float32: 2e-7, mx.float16: 1e-4, mx.bfloat16: 1e-3}

@@ -7,8 +7,9 @@ import pytest
 from kernel_files import numpy_temperature
 
 from mlx_selective.cli import main
+from mlx_selective.doctor import kernel_cases
 from mlx_selective.doctor import kernels as doctor
-from mlx_selective.kernels import launched_by, registry
+from mlx_selective.kernels import launched_by
 from mlx_selective.kernels.source import KERNEL_FOLDER
 
 ALL = {"float32", "float16", "bfloat16"}
@@ -19,7 +20,7 @@ def ssa_alone(monkeypatch):
     """The SSA kernel in one head size, timed on few rows."""
     checks = [
         dataclasses.replace(check, head_sizes=(64,), timed=(1, 2, 8))
-        for check in registry.CHECKS
+        for check in kernel_cases.CHECKS
         if check.name == "ssa_temperature"
     ]
     monkeypatch.setattr(doctor, "CHECKS", checks)
@@ -136,6 +137,6 @@ def test_switched_off_one_line_says_so(monkeypatch, capsys):
 
 def test_every_kernel_of_the_package_is_checked():
     files = [file.read_text() for file in KERNEL_FOLDER.rglob("*.metal")]
-    assert len(files) == len(registry.CHECKS)
-    for check in registry.CHECKS:
+    assert len(files) == len(kernel_cases.CHECKS)
+    for check in kernel_cases.CHECKS:
         assert any(f"[[kernel]] void {check.name}(" in text for text in files)

@@ -7,10 +7,10 @@ import pytest
 
 from mlx_selective.cli import COMMANDS, main
 from mlx_selective.doctor.checks import TOLERANCE
+from mlx_selective.doctor.kernel_cases import CHECKS
 from mlx_selective.doctor.kernels import FLOORS
 from mlx_selective.kernels import SETTING
 from mlx_selective.kernels.backend import VALUES
-from mlx_selective.kernels.registry import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "first-run-on-a-mac.md").read_text(encoding="utf-8")

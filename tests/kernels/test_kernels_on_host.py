@@ -10,8 +10,9 @@ from tiny import grafted, tokens
 
 from mlx_selective.attention.ssa import apply_temperature
 from mlx_selective.cli import main
+from mlx_selective.doctor import kernel_cases
 from mlx_selective.doctor import kernels as doctor
-from mlx_selective.kernels import launched_by, record, registry, ssa
+from mlx_selective.kernels import launched_by, record, ssa
 
 pytest.importorskip("ziglang")
 
@@ -54,7 +55,7 @@ def test_a_model_of_tempered_layers(on_host, monkeypatch):
     assert error(out, float64(model(tokens(1, 9)))) < 1e-6
 
 
-@pytest.mark.parametrize("check", registry.CHECKS, ids=lambda check: check.name)
+@pytest.mark.parametrize("check", kernel_cases.CHECKS, ids=lambda check: check.name)
 def test_the_doctor_finds_every_kernel_right(check, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", [dataclasses.replace(check, timed=(1, 2, 8))])
     code = main(["doctor", "--kernels"])

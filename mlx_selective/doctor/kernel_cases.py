@@ -1,7 +1,4 @@
-"""Every kernel with what `mlx-selective doctor --kernels` needs to check and time it.
-
-Not imported by the package's own ``__init__``: the plain definitions import that.
-"""
+"""Every kernel with what `mlx-selective doctor --kernels` needs to check and time it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..attention.ssa.definition import multiply_rows
-from ..doctor.definitions import attend, softmax
-from . import causal_attention, ssa, tile_words
-from .choice import FLOATS
+from ..kernels import causal_attention, ssa, tile_words
+from ..kernels.choice import FLOATS
+from .definitions import attend, softmax
 
 
 @dataclass(frozen=True)
