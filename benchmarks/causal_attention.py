@@ -1,13 +1,15 @@
 """Plain causal attention on the tile vocabulary beside MLX's own fused attention, on a GPU.
 
-``python benchmarks/causal_attention.py`` prints the table of docs/performance.md. Each shape is
-compared before it is timed, and the script fails where the results differ.
+``python benchmarks/causal_attention.py [--dtype bfloat16] [--heads 32]`` prints the table of
+docs/performance.md. Each shape is compared before it is timed, and the script fails where the
+results differ.
 
 Time: the median over rounds of one evaluation of several independent calls, divided by their
 number; both sides take turns in one process. TFLOP/s: 4 B H D operations for each pair of a query
 and a key that it sees, N (N + 1) / 2 of them, over that time. Nothing else counts.
 """
 
+import argparse
 import statistics
 import subprocess
 import time
@@ -17,20 +19,24 @@ import mlx.core as mx
 
 from mlx_selective.kernels.causal_attention import causal_attention
 
-HEADS = 32
 SHAPES = [(4096, 64), (16384, 64), (4096, 128), (16384, 128)]
-#: root mean square difference of two bfloat16 results, relative
+#: root mean square difference of two results in half precision, relative
 LIMIT = 5e-3
 ROUNDS, TOGETHER = 9, 10
 
 
 def main() -> None:
     """Prints the machine and one row for each shape."""
-    print(f"{card()}, mlx {mx.__version__}, bfloat16, B 1, H {HEADS}")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--heads", default=32, type=int)
+    options = parser.parse_args()
+    dtype, heads = getattr(mx, options.dtype), options.heads
+    print(f"{card()}, mlx {mx.__version__}, {options.dtype}, B 1, H {heads}")
     print("     N    D   difference   kernel ms  TFLOP/s   mx.fast ms  TFLOP/s   ratio")
     for N, D in SHAPES:
         mx.random.seed(0)
-        q, k, v = (mx.random.normal((1, HEADS, N, D)).astype(mx.bfloat16) for _ in range(3))
+        q, k, v = (mx.random.normal((1, heads, N, D)).astype(dtype) for _ in range(3))
         mx.eval(q, k, v)
         calls = [
             lambda q=q, k=k, v=v, D=D: causal_attention(q, k, v, scale=D**-0.5),
@@ -42,7 +48,7 @@ def main() -> None:
         if not difference < LIMIT:
             raise SystemExit(f"N {N}, D {D}: the results differ by {difference:.1e}.")
         ours, theirs = median_ms(calls)
-        work = 4 * HEADS * D * N * (N + 1) / 2 / 1e9
+        work = 4 * heads * D * N * (N + 1) / 2 / 1e9
         print(
             f"{N:>6} {D:>4} {difference:>12.1e} {ours:>11.3f} {work / ours:>8.0f}"
             f" {theirs:>12.3f} {work / theirs:>8.0f} {ours / theirs:>7.2f}",

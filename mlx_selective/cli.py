@@ -119,6 +119,7 @@ def _run(arguments: list[str]) -> int:
         )
         return 2
     try:
+        _check_kernel_setting(rest)
         return start(command, rest) or 0
     except UserError as error:
         return _fail(command, str(error))
@@ -131,6 +132,14 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\nmlx-selective {command}: interrupted.", file=sys.stderr)
         return 130
+
+
+def _check_kernel_setting(rest: list[str]) -> None:
+    """A setting that cannot be followed is told at once, not when a kernel is first wanted."""
+    if os.environ.get("MLX_SELECTIVE_KERNELS") and not {"-h", "--help"} & set(rest):
+        from .kernels import find_backend
+
+        find_backend()
 
 
 def _fail(command: str, message: str) -> int:

@@ -1,6 +1,6 @@
-// Metal's words in CUDA C++ for mx.fast.cuda_kernel: address spaces, positions, barriers, SIMD-group
-// functions, mathematics. A simdgroup is a warp, a threadgroup a block, threadgroup memory the
-// block's dynamic shared memory.
+// Metal's words in CUDA C++ for mx.fast.cuda_kernel, those that the kernels use: address spaces,
+// positions, barriers, SIMD-group functions, mathematics. A simdgroup is a warp, a threadgroup a
+// block, threadgroup memory the block's dynamic shared memory.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,16 +10,17 @@
 #define METAL_FUNC __attribute__((__device__)) __forceinline__
 using ushort = unsigned short;
 using uint = unsigned int;
-using bfloat = __nv_bfloat16;
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 #define M_LOG2E_F 1.44269504f
-#define M_LN2_F 0.693147181f
 
 #define THREADGROUP_MEMORY(T, name, size)                              \
   extern __shared__ __align__(16) unsigned char name##_of_block[];     \
   T* const name = reinterpret_cast<T*>(name##_of_block)
+
+// What instructions on shared memory take for an address.
+METAL_FUNC uint shared_address(const void* p) { return uint(__cvta_generic_to_shared(p)); }
 
 namespace metal {
 enum class mem_flags { mem_none, mem_threadgroup, mem_device };
@@ -28,51 +29,22 @@ METAL_FUNC float min(float a, float b) { return fminf(a, b); }
 METAL_FUNC float max(float a, float b) { return fmaxf(a, b); }
 METAL_FUNC int min(int a, int b) { return a < b ? a : b; }
 METAL_FUNC int max(int a, int b) { return a < b ? b : a; }
-METAL_FUNC float abs(float x) { return fabsf(x); }
 METAL_FUNC float fma(float a, float b, float c) { return fmaf(a, b, c); }
-METAL_FUNC float exp(float x) { return expf(x); }
-METAL_FUNC float exp2(float x) { return exp2f(x); }
-METAL_FUNC float log(float x) { return logf(x); }
-METAL_FUNC float log2(float x) { return log2f(x); }
 
 namespace fast {
-// One special-function instruction each, about two ulp; denormal results become zero.
+// One special-function instruction, about two ulp; denormal results become zero.
 METAL_FUNC float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-METAL_FUNC float log2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-METAL_FUNC float exp(float x) { return exp2(x * 1.44269504f); }
-METAL_FUNC float divide(float a, float b) { return __fdividef(a, b); }
 } // namespace fast
 
 template <typename T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-template <typename T>
-METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
 METAL_FUNC bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
-METAL_FUNC float simd_sum(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    x += simd_shuffle_xor(x, mask);
-  }
-  return x;
-}
-METAL_FUNC float simd_max(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) {
-    x = max(x, simd_shuffle_xor(x, mask));
-  }
-  return x;
-}
 
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
-METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 } // namespace metal
 
 // What follows are macros, so it comes after everything that is included.
@@ -82,7 +54,7 @@ METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 #define thread
 #define threadgroup_position_in_grid make_uint3(blockIdx.x, blockIdx.y, blockIdx.z)
 #define threadgroups_per_grid make_uint3(gridDim.x, gridDim.y, gridDim.z)
-#define thread_position_in_threadgroup make_uint3(threadIdx.x, threadIdx.y, threadIdx.z)
+// Threadgroups have one axis: Kernel refuses others.
 #define thread_index_in_threadgroup (threadIdx.x)
 #define thread_index_in_simdgroup (threadIdx.x % 32)
 #define simdgroup_index_in_threadgroup (threadIdx.x / 32)

@@ -1,5 +1,5 @@
 // The words that a kernel's text may use, on each backend. Apple's compiler knows them; for CUDA
-// they are defined here. README.md lists them.
+// cuda.h defines them.
 #pragma once
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #include "cuda.h"
@@ -7,6 +7,9 @@
 #include <metal_stdlib>
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
-// A kernel's threadgroup memory, once per kernel: the word of both dialects.
-#define THREADGROUP_MEMORY(T, name, size) threadgroup T name[size]
+// A kernel's threadgroup memory, once per kernel: the word of both dialects. It begins at a multiple
+// of 16 bytes, since vectors of 16 are stored into it.
+#define THREADGROUP_MEMORY(T, name, size)                                \
+  threadgroup uint4 name##_vectors[((size) * sizeof(T) + 15) / 16];      \
+  threadgroup T* const name = reinterpret_cast<threadgroup T*>(name##_vectors)
 #endif

@@ -1,5 +1,5 @@
 // Where a tile's elements live: a simdgroup of 32 lanes shares fragments, and each lane holds pairs
-// of neighbours in a row. The only place that knows coordinates.
+// of neighbours in a row. This says where; tile.h, scan.h and multiply_*.h compute with it.
 //   Metal: 8 x 8 (simdgroup_matrix), a pair a lane. Apple does not document the order of lanes; it
 //     is the one that MLX's kernels rely on, and `doctor --kernels` checks it on the machine.
 //   CUDA: 16 x 8 (mma.sync accumulators), two pairs a lane, eight rows apart.

@@ -13,7 +13,7 @@ struct Pad {
 // false.
 template <typename T>
 METAL_FUNC void copy_vector(T* destination, const T* source, bool full) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint(__cvta_generic_to_shared(destination))),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)),
                "l"(source), "r"(full ? 16 : 0) : "memory");
 }
 METAL_FUNC void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }

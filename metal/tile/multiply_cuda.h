@@ -3,8 +3,6 @@
 #pragma once
 #include "tile.h"
 
-METAL_FUNC uint shared_address(const void* p) { return uint(__cvta_generic_to_shared(p)); }
-
 // How operands of type T are stored in registers and multiplied.
 template <typename T>
 struct MatrixUnit {
@@ -173,7 +171,7 @@ struct Operand {
     }
   }
   // Rows from `rows` on are zero.
-  METAL_FUNC void load(const T* source, int ld, short rows, ushort index) {
+  METAL_FUNC void load(const T* source, int ld, int rows, ushort index) {
     const Lane lane(index);
 #pragma unroll
     for (short i = 0; i < R / 16; i++) {
@@ -215,7 +213,7 @@ template <int LD, typename A, int R, int C>
 METAL_FUNC void multiply_transposed(
     Tile<R, C>& s, const A& a, const typename A::Element* b, ushort index) {
   using Unit = MatrixUnit<typename A::Element>;
-  static_assert(C % 16 == 0, "right factors come 16 columns at a time");
+  static_assert(C % 16 == 0 && A::DEPTH % 16 == 0, "right factors come 16 x 16 at a time");
 #pragma unroll
   for (short k = 0; k < A::DEPTH / Unit::DEPTH; k++) {
     typename Unit::Word left[R / 16][4];
@@ -239,7 +237,7 @@ METAL_FUNC void multiply_transposed(
 template <int LD, typename A, int R, int C>
 METAL_FUNC void multiply(Tile<R, C>& o, const A& a, const typename A::Element* b, ushort index) {
   using Unit = MatrixUnit<typename A::Element>;
-  static_assert(C % 16 == 0, "right factors come 16 columns at a time");
+  static_assert(C % 16 == 0 && A::DEPTH % 16 == 0, "right factors come 16 x 16 at a time");
 #pragma unroll
   for (short k = 0; k < A::DEPTH / Unit::DEPTH; k++) {
     typename Unit::Word left[R / 16][4];

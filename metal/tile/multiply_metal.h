@@ -29,7 +29,7 @@ struct Operand {
   }
 
   // Rows from `rows` on are zero.
-  METAL_FUNC void load(const device T* source, int ld, short rows, ushort index) {
+  METAL_FUNC void load(const device T* source, int ld, int rows, ushort index) {
     const Lane lane(index);
 #pragma unroll
     for (short i = 0; i < R / 8; i++) {
@@ -75,6 +75,7 @@ METAL_FUNC void multiply_transposed(
     const thread A& a,
     const threadgroup typename A::Element* b,
     ushort index) {
+  static_assert(A::DEPTH % 16 == 0, "depths in steps of 16, as on CUDA");
   const Lane lane(index);
 #pragma unroll
   for (short k = 0; k < A::DEPTH / 8; k++) {
@@ -98,6 +99,7 @@ METAL_FUNC void multiply(
     const thread A& a,
     const threadgroup typename A::Element* b,
     ushort index) {
+  static_assert(A::DEPTH % 16 == 0, "depths in steps of 16, as on CUDA");
   const Lane lane(index);
 #pragma unroll
   for (short j = 0; j < C / 8; j++) {

@@ -1,11 +1,13 @@
-// Reductions and running sums of a tile, along its rows and down its columns.
+// A value for each row of a tile: reductions over its columns.
 #pragma once
 #include "tile.h"
 
 struct Sum {
+  static constant constexpr const bool IDEMPOTENT = false;
   METAL_FUNC static float of(float a, float b) { return a + b; }
 };
 struct Max {
+  static constant constexpr const bool IDEMPOTENT = true;
   METAL_FUNC static float of(float a, float b) { return metal::max(a, b); }
 };
 
@@ -28,10 +30,11 @@ METAL_FUNC void reduce_lane_rows(thread Rows<R>& r, const thread Tile<R, C>& s) 
   }
 }
 
-// r = Op(r, every element of the row), for an r that is the same in all lanes of a row and an Op that
-// may count it several times (Max).
+// r = Op(r, every element of the row), for an r that is the same in all lanes of a row. The lanes each
+// count it, so Op must not mind: the largest, not the sum.
 template <typename Op, int R, int C>
 METAL_FUNC void reduce_rows(thread Rows<R>& r, const thread Tile<R, C>& s) {
+  static_assert(Op::IDEMPOTENT, "reduce_lane_rows from a neutral r, then combine_lanes, for sums");
   reduce_lane_rows<Op>(r, s);
   combine_lanes<Op>(r);
 }

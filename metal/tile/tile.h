@@ -31,7 +31,7 @@ struct Rows {
 
 template <int R, int C>
 struct Tile {
-  static_assert(R % Fragment::ROWS == 0 && C % Fragment::COLS == 0, "whole fragments only");
+  static_assert(R % Fragment::ROWS == 0 && C % 16 == 0, "whole fragments, in pairs, on each backend");
   static constant constexpr const short ROWS = R / Fragment::ROWS; // in fragments
   static constant constexpr const short COLS = C / Fragment::COLS;
   static constant constexpr const short SIZE = ROWS * COLS * Fragment::SIZE;

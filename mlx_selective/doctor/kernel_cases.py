@@ -25,6 +25,7 @@ class KernelCheck:
         kernel: of those arguments; an array or a list of some, or None where no kernel applies.
         plain: the same in plain MLX.
         truth: the same of NumPy arrays in float64.
+        results: what the results are called, where there are several.
     """
 
     name: str
@@ -35,6 +36,7 @@ class KernelCheck:
     kernel: Callable
     plain: Callable
     truth: Callable
+    results: tuple[str, ...] = ("",)
 
     def cases(self) -> list[tuple[mx.Dtype, int]]:
         """The dtypes and head sizes to check."""
@@ -69,11 +71,12 @@ CHECKS = (
         name="tile_words",
         head_sizes=(tile_words.DEPTH,),
         checked=(1, 1, tile_words.ROWS),
-        timed=(1, 16, 2048),
+        timed=(1, 1, tile_words.ROWS),
         arguments=_three_matrices,
         kernel=tile_words.tile_words,
         plain=tile_words.plain_tile_words,
         truth=tile_words.true_tile_words,
+        results=tile_words.NAMES,
     ),
     KernelCheck(
         name="causal_attention",

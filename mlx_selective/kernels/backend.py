@@ -28,7 +28,7 @@ def find_backend() -> Backend:
         UserError: if MLX_SELECTIVE_KERNELS has another value, or names a backend that MLX does
             not have here or does not compute on.
     """
-    wanted = os.environ.get(SETTING, "auto")
+    wanted = os.environ.get(SETTING) or "auto"
     if wanted not in VALUES:
         raise UserError(f"{SETTING} must be one of {', '.join(VALUES)}, got {wanted!r}.")
     if wanted == "off":

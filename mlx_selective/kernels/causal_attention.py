@@ -47,7 +47,9 @@ BLOCKS = {
         96: Blocks(128, 64, 32, 2, True),
         128: Blocks(128, 48, 32, 2, True),
     },
-    ("cuda", 4): dict.fromkeys(HEAD_SIZES, Blocks(128, 32, 32, 2, True)),
+    # at most 99 KB of shared memory, for cards that have no more
+    ("cuda", 4): dict.fromkeys((64, 80), Blocks(128, 32, 32, 2, True))
+    | dict.fromkeys((96, 128), Blocks(128, 32, 32, 1, True)),
 }
 
 
@@ -57,14 +59,16 @@ def causal_attention(
     """softmax(scale q k^T + causal) v with the kernel of ``metal/attention/causal.metal``.
 
     Args:
-        q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.
+        q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128. As k and v, an array
+            that begins at a multiple of 16 bytes, as all but slices of flat arrays do.
         k: (B, Hkv, N, D), N >= T >= 1, Hkv divides H; the queries are the last T positions.
         v: (B, Hkv, N, D).
         scale: multiplies the logits, > 0 (masked logits are -inf before they are scaled).
         blocks: other block sizes than the backend's, to measure them.
 
     Returns:
-        (B, H, T, D) in q's dtype. Logits, weights and sums are float32; on CUDA the weights are
+        (B, H, T, D) in q's dtype. Logits, weights and sums are float32, and q k^T is formed before
+        it is scaled, so that its overflow is NaN; on CUDA the weights are
         rounded to q's dtype for the product with v, as in other fused attention.
 
     Raises:
@@ -72,16 +76,10 @@ def causal_attention(
             or scale is not positive.
         KernelError: if no backend runs kernels here.
     """
+    _check(q, k, v, scale)
     B, H, T, D = q.shape
     heads, N = k.shape[1], k.shape[2]
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must be one of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}.")
-    if D not in HEAD_SIZES:
-        raise ValueError(f"the head size must be one of {HEAD_SIZES}, got {D}.")
-    if k.shape != (B, heads, N, D) or v.shape != k.shape or H % heads or not 1 <= T <= N:
-        raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be a positive number, got {scale}.")
+    # where there is no backend the launch says so
     backend = find_backend().name or "metal"
     blocks = blocks or BLOCKS[backend, q.dtype.size][D]
     threads = blocks.queries // blocks.rows * 32
@@ -104,6 +102,20 @@ def causal_attention(
         shared_memory=row * (2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged),
     )
     return out
+
+
+def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must be one of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if q.ndim != 4 or k.ndim != 4 or v.shape != k.shape or 0 in (*q.shape, *k.shape):
+        raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
+    B, H, T, D = q.shape
+    if D not in HEAD_SIZES:
+        raise ValueError(f"the head size must be one of {HEAD_SIZES}, got {D}.")
+    if k.shape[0] != B or k.shape[3] != D or H % k.shape[1] or T > k.shape[2]:
+        raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number, got {scale}.")
 
 
 @lru_cache(maxsize=64)

@@ -6,6 +6,8 @@ from pathlib import Path
 from .errors import KernelError
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
+# what this module adds, and no comment that speaks of it
+_MARKER = re.compile(r'^#line (\d+) "([^"]*)"$', re.M)
 _DIRECTIVE = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b")
 
 
@@ -29,9 +31,8 @@ def flatten(file: Path, root: Path) -> str:
 def place(text: str, position: int) -> tuple[int, str]:
     """Line and file that a position in a flattened text comes from."""
     before = text[:position]
-    marker = before.rfind("#line ")
-    line, name = re.match(r'#line (\d+) "([^"]*)"\n', text[marker:]).groups()
-    return int(line) + before.count("\n", marker) - 1, name
+    marker = list(_MARKER.finditer(before))[-1]
+    return int(marker[1]) + before.count("\n", marker.start()) - 1, marker[2]
 
 
 class _Flattening:

@@ -62,7 +62,7 @@ class Kernel:
                 a row-contiguous one, copied if need be.
             template: a value for each template parameter.
             grid: threads in all, as in Metal; CUDA starts whole threadgroups, so check bounds.
-            threadgroup: threads in a threadgroup.
+            threadgroup: threads in a threadgroup, (n, 1, 1).
             output_shapes: in the file's order.
             output_dtypes: in the file's order.
             shared_memory: bytes of dynamic shared memory on CUDA; Metal declares its own.
@@ -79,6 +79,8 @@ class Kernel:
         self._check_template(template)
         self._check_inputs(inputs, template)
         self._check_outputs(output_shapes, output_dtypes, template)
+        if tuple(threadgroup[1:]) != (1, 1):
+            raise KernelError(f"{self.name}: threadgroups have one axis, got {threadgroup}.")
         call = {
             "inputs": self._contiguous(inputs),
             "template": [(name, template[name]) for name in self.source.signature.template],
@@ -86,9 +88,7 @@ class Kernel:
             "threadgroup": tuple(threadgroup),
             "output_shapes": [tuple(shape) for shape in output_shapes],
             "output_dtypes": list(output_dtypes),
-        }
-        if first_value() is not None:
-            call["init_value"] = first_value()
+        } | ({} if first_value() is None else {"init_value": first_value()})
         built = self._build(backend.name, shared_memory)
         note(lambda: self.name, backend.name)
         launcher = current_launcher()
@@ -165,6 +165,8 @@ class Kernel:
                 raise KernelError(f"{self.name}: output {one.name} of shape {shape} is empty.")
 
     def _check_dtype(self, one: Buffer, dtype: mx.Dtype, template) -> None:
-        given = template.get(one.type)
-        if dtype != given if given is not None else one.type not in TYPES.get(dtype, ()):
+        fitting = [known for known, names in TYPES.items() if one.type in names]
+        if one.type in template:
+            fitting = [template[one.type]]
+        if dtype not in fitting:
             raise KernelError(f"{self.name} declares {one.type}* {one.name}, got {dtype}.")

@@ -59,7 +59,7 @@ def _take_apart(text: str, visible: str) -> KernelSource:
     if visible[start : start + 1] != "{":
         raise KernelError(f"{kernel[2]} has no body.")
     end = _closing(visible, start, "{}")
-    rest = re.sub(r"#line.*", "", visible[end + 1 :]).strip()
+    rest = re.sub(r"^#line.*$", "", visible[end + 1 :], flags=re.M).strip()
     if rest:
         raise KernelError(f"'{rest.splitlines()[0]}' after {kernel[2]}, which must come last.")
     signature = parse_signature(kernel[1], visible[kernel.end() : close])

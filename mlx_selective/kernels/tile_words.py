@@ -14,6 +14,8 @@ _KERNEL = Kernel("check/tile_words.metal")
 ROWS, COLUMNS, DEPTH = 32, 32, 64
 #: rows of ``a`` that count; the rest must be taken as zero
 VALID_ROWS = 27
+#: of the operands
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 #: the results, in order
 NAMES = (
     "coordinates",

@@ -203,3 +203,35 @@ def test_what_it_refuses(change, message):
 def test_scales_that_the_mask_does_not_survive(scale):
     with pytest.raises(ValueError, match="scale must be a positive number"):
         causal_attention(*normal(T=5, earlier=4, heads=(4, 2), B=2), scale=scale)
+
+
+def test_a_prompt_longer_than_sixteen_bits_count():
+    """40,000 queries, of which a short grid computes the first two blocks."""
+    q, k, v = normal(T=40_000, heads=(1, 1))
+
+    def begun(kernel, **call):
+        return metal_host.execute(kernel, **call | {"grid": (*call["grid"][:2], 2)})
+
+    with launched_by(begun):
+        out = causal_attention(q, k, v, scale=0.125)[:, :, :64]
+    first = [array[:, :, :64] for array in (q, k, v)]
+    plain = mx.fast.scaled_dot_product_attention(*first, scale=0.125, mask="causal")
+    assert mx.abs(out - plain).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("D", module.HEAD_SIZES)
+def test_shared_memory_is_what_the_text_declares(D, dtype, staged, monkeypatch):
+    """On CUDA the number is an argument, and nothing else would find one that is too small."""
+    asked = []
+    build = Kernel._build
+
+    def noting(kernel, backend, shared_memory):
+        asked.append(shared_memory)
+        return build(kernel, backend, shared_memory)
+
+    monkeypatch.setattr(Kernel, "_build", noting)
+    with metal_host.recording() as reports:
+        on_host(*normal(dtype, D), scale=0.1, blocks=Blocks(16, 16, 8, 1, staged))
+    assert [report.threadgroup_memory for report in reports] == asked

@@ -9,7 +9,7 @@ from kernel_files import numpy_temperature
 from mlx_selective.cli import main
 from mlx_selective.doctor import kernel_cases
 from mlx_selective.doctor import kernels as doctor
-from mlx_selective.kernels import launched_by
+from mlx_selective.kernels import launched_by, tile_words
 from mlx_selective.kernels.source import KERNEL_FOLDER
 
 ALL = {"float32", "float16", "bfloat16"}
@@ -140,3 +140,25 @@ def test_every_kernel_of_the_package_is_checked():
     assert len(files) == len(kernel_cases.CHECKS)
     for check in kernel_cases.CHECKS:
         assert any(f"[[kernel]] void {check.name}(" in text for text in files)
+
+
+@pytest.mark.parametrize("dtype", tile_words.DTYPES)
+@pytest.mark.parametrize("spoiled", range(len(tile_words.NAMES)), ids=tile_words.NAMES)
+@pytest.mark.parametrize("factor", [float("nan"), 1.01])
+def test_each_word_of_the_tiles_is_judged_alone(spoiled, factor, dtype, monkeypatch, capsys):
+    """Seven of the eight are float32 whatever the operands: one percent is far too much."""
+
+    def launcher(kernel, inputs, **_):
+        results = tile_words.plain_tile_words(*inputs[:3])
+        results[spoiled] = results[spoiled] * mx.array(factor, results[spoiled].dtype)
+        return results
+
+    (check,) = (one for one in kernel_cases.CHECKS if one.name == "tile_words")
+    monkeypatch.setattr(doctor, "CHECKS", [check])
+    monkeypatch.setattr(doctor, "_ROUNDS", range(1, 2))
+    monkeypatch.setattr(kernel_cases, "FLOATS", [dtype])
+    name = tile_words.NAMES[spoiled]
+    assert run(launcher) == 1
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "tile_words" in line)
+    assert row.endswith(f"FAILED {name}")
+    assert ("nan" in row) == (factor != factor)

@@ -1,0 +1,40 @@
+"""Launches every kernel once in each dtype and head size, on small uneven shapes, on a GPU.
+
+For a checker of memory and races to watch:
+``compute-sanitizer --tool memcheck python benchmarks/launch_all.py``, and ``--tool racecheck``.
+"""
+
+import mlx.core as mx
+
+from mlx_selective.attention.ssa.definition import multiply_rows
+from mlx_selective.kernels import ssa_temperature
+from mlx_selective.kernels.causal_attention import DTYPES, HEAD_SIZES, causal_attention
+from mlx_selective.kernels.tile_words import tile_words
+
+#: queries and keys
+LENGTHS = [(1, 7), (33, 127), (150, 200)]
+
+
+def main() -> None:
+    """Prints how many launches there were."""
+    launches = []
+    for dtype in DTYPES:
+        launches.append(tile_words(*(normal((32, 64), dtype) for _ in range(3))))
+        for D in HEAD_SIZES:
+            x, tau = normal((2, 11, 3, D), dtype).swapaxes(1, 2), mx.ones((2, 3, 11, 1))
+            launches.append(ssa_temperature(x, tau, multiply_rows, smallest=0))
+            for T, N in LENGTHS:
+                q, k, v = (normal((1, h, n, D), dtype) for h, n in ((2, T), (1, N), (1, N)))
+                launches.append(causal_attention(q, k, v, scale=D**-0.5))
+    mx.eval(launches)
+    mx.synchronize()
+    print(f"{len(launches)} launches")
+
+
+def normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Random numbers of a dtype."""
+    return mx.random.normal(shape).astype(dtype)
+
+
+if __name__ == "__main__":
+    main()
