@@ -54,6 +54,7 @@ class Value:
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a row-contiguous array, in elements."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)

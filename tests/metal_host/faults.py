@@ -16,6 +16,8 @@ _KINDS = [
     "divergent simdgroup operation",
     "deadlock",
     "address space",
+    "misaligned access",
+    "division by zero",
 ]
 _SPACES = {1: "device buffer", 2: "constant buffer", 3: "threadgroup array"}
 _WAITS = [
@@ -35,6 +37,7 @@ class Places:
         self._own = compiled.source
 
     def describe(self, site: int) -> str:
+        """`file:line: text` of a site; empty for one without a line."""
         file, line, _ = self._sites[site]
         if not line:
             return ""
@@ -68,6 +71,11 @@ def fault(
     elif kind in ("out of bounds", "uninitialised read", "address space"):
         memory += ", which may only be read," if kind == "address space" else ""
         what = f"{memory} ({record.size} bytes): {_accessor(record.party, places)}"
+    elif kind == "misaligned access":
+        what = f"{memory}, whose address is no multiple of {record.aligned}: "
+        what += _accessor(record.party, places)
+    elif kind == "division by zero":
+        what = f"{_thread(record.party)} divides an integer by zero{_at(where)}"
     elif kind == "deadlock":
         what = f"{_thread(record.party)} waits for what no other thread does{_at(where)}"
     else:

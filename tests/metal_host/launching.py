@@ -15,6 +15,7 @@ from .translation.building import MLX_INCLUDE, Compiled, runtime
 DEVICE, CONSTANT = 1, 2
 UNWRITTEN, INITIALISED, OUTSIDE = 0, 1, 2  # ByteState of runtime/request.h
 MOST_THREADS = 1024
+MOST_BUFFERS = 128  # most_buffers of runtime/launch.cpp; Metal has 31
 MOST_THREADGROUP_MEMORY = 32768
 #: free bytes on both sides of a buffer
 GAP = 1 << 16
@@ -48,6 +49,8 @@ class Kernel:
         threads = math.prod(threadgroup)
         if not 0 < threads <= MOST_THREADS:
             raise ValueError(f"a threadgroup of {threads} threads; {MOST_THREADS} are possible")
+        if len(arguments) > MOST_BUFFERS:
+            raise ValueError(f"{len(arguments)} buffers; {MOST_BUFFERS} are possible")
         sizes = self.compiled.array_bytes()
         memory = sum(sizes.values())
         if memory > MOST_THREADGROUP_MEMORY:

@@ -63,7 +63,8 @@ class Fault(Exception):
     ):
         super().__init__(f"{kind}: {message}")
         #: race, out of bounds, uninitialised read, divergent barrier, divergent simdgroup
-        #: operation, address space, threadgroup memory or deadlock
+        #: operation, address space, misaligned access, division by zero, threadgroup memory
+        #: or deadlock
         self.kind = kind
         #: file:line and the text of the line
         self.where = where

@@ -6,6 +6,8 @@ U8, U32, U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
 
 
 class Buffer(ctypes.Structure):
+    """A buffer of the launch, and the bytes counted there."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("size", U64),
@@ -18,10 +20,14 @@ class Buffer(ctypes.Structure):
 
 
 class Party(ctypes.Structure):
+    """A thread, and what it does where."""
+
     _fields_ = [("threadgroup", U32 * 3), ("thread", U32), ("site", U32), ("access", U32)]
 
 
 class FaultRecord(ctypes.Structure):
+    """The fault that ended a launch; kind 0: none did."""
+
     _fields_ = [
         ("kind", U32),
         ("space", U32),
@@ -31,10 +37,13 @@ class FaultRecord(ctypes.Structure):
         ("party", Party),
         ("other", Party),
         ("has_other", U32),
+        ("aligned", U32),
     ]
 
 
 class Request(ctypes.Structure):
+    """A launch: what it is given, then its results."""
+
     _fields_ = [
         ("function", ctypes.c_void_p),
         ("buffers", ctypes.POINTER(Buffer)),

@@ -4,7 +4,8 @@
 
 namespace metal_host {
 
-enum class Counter { multiply_accumulate, special_function, barrier, simd_operation };
+/// Barriers and simdgroup operations are counted where the threads meet, once for all of them.
+enum class Counter { multiply_accumulate, special_function };
 
 /// Adds `n` to the counter of the running launch.
 void count(Counter what, unsigned long long n);
@@ -22,12 +23,12 @@ struct Exchange {
 /// Every live lane of the simdgroup deposits `size` bytes (at most 64) for one
 /// operation and waits for the others. Lanes that meet in different operations
 /// (kind, size or position in the sequence) are reported as divergence.
-Exchange exchange(unsigned kind, const void* value, unsigned size, const void* where);
+Exchange exchange(unsigned kind, const void* value, unsigned size);
 
-void threadgroup_barrier(unsigned flags, const void* where);
-void simdgroup_barrier(unsigned flags, const void* where);
+void threadgroup_barrier(unsigned flags);
+void simdgroup_barrier(unsigned flags);
 
 /// Comes before each atomic operation: another thread may run first.
-void atomic_access(const volatile void* address, unsigned size, bool writes);
+void atomic_access();
 
 }  // namespace metal_host

@@ -17,7 +17,8 @@ import mlx.core as mx
 
 import metal_host
 from metal_host.proof.attention_counts import visits
-from metal_host.proof.mlx_attention import Problem, error, steel, tolerance
+from metal_host.proof.mlx_attention import Problem, steel, tolerance
+from metal_host.proof.numbers import error
 from mlx_selective.kernels import launched_by
 from mlx_selective.kernels.causal_attention import causal_attention
 
@@ -55,6 +56,7 @@ def figures(report: metal_host.Report, problem: Problem) -> dict[str, int]:
 
 
 def table(problem: Problem) -> str:
+    """Both kernels' figures, and how they compare."""
     B, H, _, T, N, D = problem.shape()
     dtype = str(problem.q.dtype).removeprefix("mlx.core.")
     lines = [
@@ -73,6 +75,7 @@ def _arrays(counts: dict[str, int]) -> int:
 
 
 def main() -> None:
+    """Prints a table for each head size and length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512])

@@ -53,10 +53,12 @@ def bfloat_bits(values):
 
 
 def to_bfloat(values):
+    """Rounded to bfloat, as float32."""
     return (bfloat_bits(values).astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(values, kind):
+    """Rounded to a type of FLOATS, as float32."""
     values = np.asarray(values, np.float32)
     return {
         "float": lambda: values,

@@ -9,6 +9,7 @@ import numpy as np
 from ..library import Library, Output
 from ..report import Report
 from ..translation.building import MLX_INCLUDE
+from .numbers import error, float64
 
 STEEL = "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h"
 VECTOR = "mlx/backend/metal/kernels/sdpa_vector.h"
@@ -105,23 +106,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Result:
+    """What attention's kernels left, and the report of each."""
+
     out: mx.array
     reports: list[Report]
     lse: np.ndarray | None = None
 
     @property
     def report(self) -> Report:
+        """Of the only or the first kernel."""
         return self.reports[0]
-
-
-def float64(x: mx.array) -> np.ndarray:
-    return np.array(x.astype(mx.float32)).astype(np.float64)
-
-
-def error(result: mx.array | np.ndarray, truth: np.ndarray) -> float:
-    """Root of the mean squared difference, relative to the truth's."""
-    result = float64(result) if isinstance(result, mx.array) else result
-    return float(np.sqrt(((result - truth) ** 2).mean() / (truth**2).mean()))
 
 
 #: what tolerance() allows besides: the order of operations alone makes such relative errors

@@ -11,6 +11,7 @@ from covering import covering, every
 
 from .. import Library, Output, Report
 from ..translation.building import MLX_INCLUDE
+from .numbers import error, float64
 
 FOLDER = "mlx/backend/metal/kernels"
 TYPES = {
@@ -62,6 +63,7 @@ def launch(
 
 
 def packed(format_: str, *values) -> bytes:
+    """A struct in little-endian order, without padding."""
     return struct.pack(f"<{format_}", *values)
 
 
@@ -94,11 +96,13 @@ def _loaded(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 def random(shape: Sequence[int], dtype: mx.Dtype, seed: int = 0) -> mx.array:
+    """Normally distributed; integers are eight times as wide."""
     values = mx.random.normal(shape, key=mx.random.key(seed))
     return (8 * values).astype(dtype) if dtype in (mx.int32, mx.int64) else values.astype(dtype)
 
 
 def names(case: dict) -> str:
+    """A case's id."""
     return "-".join(str(getattr(v, "__name__", v)).removeprefix("mlx.core.") for v in case.values())
 
 
@@ -116,18 +120,8 @@ def cases(factors: dict[str, list], **quick: list):
 # How near
 
 
-def float64(x: mx.array) -> np.ndarray:
-    return np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x).astype(np.float64)
-
-
 #: relative error that the order of operations alone may make
 FLOOR = {mx.float32: 3e-7, mx.float16: 2e-4, mx.bfloat16: 2e-3}
-
-
-def error(result: mx.array, truth: np.ndarray) -> float:
-    """The root of the mean squared difference, relative to the truth's."""
-    difference = float64(result) - truth
-    return float(np.sqrt((difference**2).mean() / max((truth**2).mean(), 1e-30)))
 
 
 def assert_near(result: mx.array, by_mlx: mx.array, truth: np.ndarray | mx.array) -> None:

@@ -7,8 +7,6 @@ import pytest
 
 from metal_host import Library, Output, Report
 
-pytest.importorskip("ziglang")
-
 THREADS, GROUPS = 64, 3
 ALL = THREADS * GROUPS
 SIMDGROUPS = ALL // 32

@@ -1,6 +1,4 @@
-"""The executor on small kernels: results, counts, order; MLX's own attention as a smoke test."""
-
-import struct
+"""The executor on small kernels of mx.fast.metal_kernel: results, order, structs."""
 
 import mlx.core as mx
 import numpy as np
@@ -204,7 +202,7 @@ def test_constructors_of_vectors():
     assert mx.allclose(metal_host.run(caller(make(source), 8), a)[0], a + 210)
 
 
-# Counts and order
+# Order
 
 
 WORK = """
@@ -215,18 +213,6 @@ float x = metal::fma(tile[63 - l], 2.0f, tile[l]);
 for (int j = 0; j < 3; j++) x += tile[(l + j) % 64] * a[i];
 o[i] = metal::exp(x) + metal::sqrt(x * x) + simd_max(x) / 3.0f;
 """
-
-
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_counts_at_every_level_of_optimisation(level):
-    _, report = metal_host.run(caller(make(WORK), 128, group=64), numbers(128), optimise=level)
-    assert report.multiply_accumulates == 128 * (1 + 1 + 3)
-    assert report.special_functions == 128 * 2
-    assert (report.barriers, report.simd_operations) == (2, 4)
-    assert report.device_read["a"] == 128 * 4 * (2 + 3)
-    assert report.device_written["o"] == 128 * 4
-    assert report.threadgroup_read == 128 * 4 * (2 + 3)
-    assert report.threadgroup_written == 128 * 4
 
 
 @pytest.mark.parametrize("source", [SUM, SCAN, WORK], ids=["sum", "scan", "work"])
@@ -288,59 +274,3 @@ def test_a_component_of_a_vector_is_touched_alone():
     out, report = metal_host.run(caller(make(source), 32), a)
     assert mx.array_equal(out, mx.repeat(a[1::4], 4))
     assert (report.threadgroup_written, report.threadgroup_read) == (32 * 4, 32 * 4)
-
-
-# Kernels that MLX ships
-
-
-def attention_params(q, k, block_q, block_k):
-    """struct AttnParams of MLX's steel/attn/params.h."""
-    (B, H, T, D), (heads, N) = q.shape, k.shape[1:3]
-    rows, columns = -(-T // block_q), -(-N // block_k)
-    numbers = (rows, columns, T // block_q, N // block_k, T % block_q, N % block_k, N - T)
-    packed = struct.pack("<6if7i", B, H, D, T, N, H // heads, D**-0.5, *numbers)
-    for count, length in ((H, T), (heads, N), (heads, N), (H, T)):
-        packed += struct.pack("<3q", count * length * D, length * D, D)
-    return packed
-
-
-def test_steel_attention_of_mlx():
-    random = np.random.default_rng(0)
-    q, k, v = (random.standard_normal((1, 2, 64, 64), dtype=np.float32) for _ in range(3))
-    library = metal_host.Library(
-        "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h",
-        {"attention": "attention<float, 32, 32, 64, 64, 4, 1, float, float>"},
-        constants={200: True, 201: True, 300: False, 301: True, 302: False, 303: False},
-    )
-    out = np.zeros_like(q)
-    buffers = [q, k, v, metal_host.Output(out), attention_params(q, k, 32, 32), *[None] * 4]
-    report = library.launch("attention", buffers, threadgroups=(2, 2, 1), threads=(32, 4, 1))
-    expected = mx.fast.scaled_dot_product_attention(
-        *map(mx.array, (q, k, v)), scale=64**-0.5, mask="causal"
-    )
-    assert np.abs(out - np.array(expected)).max() < 2e-6
-    assert report.device_written["O"] == out.nbytes
-    assert report.device_read["Q"] == q.nbytes
-    # Three of four pairs of blocks, and each thread's share of the running sums.
-    assert report.multiply_accumulates == 2 * (3 * 32 * 32) * 64 * 2 + 2 * 3 * 128
-
-
-def test_vector_attention_of_mlx():
-    random = np.random.default_rng(1)
-    q = random.standard_normal((1, 4, 1, 64), dtype=np.float32)
-    k, v = (random.standard_normal((1, 2, 50, 64), dtype=np.float32) for _ in range(2))
-    library = metal_host.Library(
-        "mlx/backend/metal/kernels/sdpa_vector.h",
-        {"vector": "sdpa_vector<float, 64, 64>"},
-        constants={20: False, 21: False, 22: False, 23: False, 24: False, 25: False, 26: 1},
-    )
-    out = np.zeros_like(q)
-    sizes = struct.pack("<i", 2), struct.pack("<i", 50)
-    strides = [struct.pack("<Q", n) for n in (50 * 64, 64, 50 * 64, 64)]
-    buffers = [q, k, v, metal_host.Output(out), *sizes, *strides, struct.pack("<f", 64**-0.5)]
-    report = library.launch(
-        "vector", [*buffers, *[None] * 7], threadgroups=(4, 1, 1), threads=(1024, 1, 1)
-    )
-    expected = mx.fast.scaled_dot_product_attention(*map(mx.array, (q, k, v)), scale=64**-0.5)
-    assert np.abs(out - np.array(expected)).max() < 2e-6
-    assert report.device_read["keys"] == 2 * k.nbytes

@@ -9,7 +9,6 @@ from covering import covering, every
 
 from metal_host.proof.mlx_attention import (
     Problem,
-    error,
     steel,
     steel_blocks,
     text_of,
@@ -17,6 +16,7 @@ from metal_host.proof.mlx_attention import (
     vector,
     vector_two_pass,
 )
+from metal_host.proof.numbers import error
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 MASKS = ["none", "causal", "additive", "boolean"]

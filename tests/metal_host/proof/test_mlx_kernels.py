@@ -1,7 +1,7 @@
 """Rows, scans, reductions and element-wise kernels of MLX's wheel agree with MLX on the processor.
 
 MLX ships rms_norm.metal and rope.metal only inside its compiled library, not as text: RMS norm and
-rotary embedding are proved by mlx-lm's kernels and by our own (test_mlx_lm_kernels.py).
+rotary embedding are proved by kernels of our own (test_our_rows.py).
 """
 
 import mlx.core as mx
@@ -14,7 +14,6 @@ from metal_host.proof.mlx_kernels import (
     TYPES,
     assert_near,
     cases,
-    float64,
     launch,
     names,
     packed,
@@ -23,9 +22,8 @@ from metal_host.proof.mlx_kernels import (
     strided,
     text,
 )
+from metal_host.proof.numbers import float64
 from metal_host.proof.versions import seen_in
-
-pytest.importorskip("ziglang")
 
 
 def simdgroups(n: int) -> int:

@@ -10,10 +10,10 @@ import pytest
 
 import metal_host
 from metal_host import Fault
-from metal_host.proof.mlx_kernels import FLOATS, assert_near, float64, random
+from metal_host.proof.mlx_kernels import FLOATS, assert_near, random
+from metal_host.proof.numbers import float64
 from metal_host.proof.versions import seen_in
 
-pytest.importorskip("ziglang")
 SEEDS = range(4)
 
 

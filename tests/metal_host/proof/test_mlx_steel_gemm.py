@@ -9,15 +9,13 @@ from metal_host.proof.mlx_kernels import (
     TYPES,
     assert_near,
     cases,
-    float64,
     launch,
     packed,
     random,
     text,
 )
+from metal_host.proof.numbers import float64
 from metal_host.proof.versions import seen_in
-
-pytest.importorskip("ziglang")
 
 BM, BN, BK = 32, 32, 16
 SOURCE = text("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h")

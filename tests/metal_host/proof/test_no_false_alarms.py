@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 
 import metal_host
-from metal_host.proof.planted import Example, kernel, numbers
-from metal_host.tracing.intermediate import DebugInfo
-
-pytest.importorskip("ziglang")
+from metal_host.proof.planted import ORDERS, Example, kernel, numbers
 
 _X = numbers(64)
 _BYTES = (np.arange(64, dtype=np.uint8) * 3).astype(np.float32)
@@ -117,7 +114,7 @@ ATOMICS = Example(
 
 
 def test_atomics_are_no_race():
-    for seed in range(20):
+    for seed in ORDERS:
         y, _ = ATOMICS.launch(seed=seed)
         assert y.tobytes() == ATOMICS.y.tobytes()
 
@@ -129,22 +126,6 @@ def test_a_plain_access_beside_atomics_is_one():
         larger = Example(ATOMICS.text, _X, _X, threadgroups=4, initial=np.zeros(300, np.float32))
         found = larger.fault(change, kind="race")
         assert at in found.where + found.other_where
-
-
-# Where the repository and the cache lie
-
-
-def test_files_that_clang_names_relative_to_a_common_folder():
-    """A cast in the executor's own header was taken for the kernel's."""
-    text = """
-!1 = !DIFile(filename: "tests/metal_host/runtime/invoke.h", directory: "/common")
-!2 = !DIFile(filename: "kernel.metal", directory: "/common/cache")
-!3 = distinct !DISubprogram(name: "invoke", scope: !1, file: !1, line: 7)
-!4 = distinct !DISubprogram(name: "kernel", scope: !2, file: !2, line: 7)
-"""
-    info = DebugInfo(text)
-    assert info.file("!3") == "/common/tests/metal_host/runtime/invoke.h"
-    assert info.file("!4") == "kernel.metal"
 
 
 # One launch after the other
@@ -164,7 +145,7 @@ def test_the_next_launch_may_read():
         return turned(inputs=[a], threadgroup=(32, 1, 1), **given)[0]
 
     a = mx.random.normal((128,))
-    for seed in range(20):
+    for seed in ORDERS:
         out, report = metal_host.run(lambda a: once(once(a)), a, seed=seed)
         assert len(report.launches) == 2
         assert mx.allclose(out, a + 2)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import metal_host
-from metal_host.proof.mlx_kernels import FLOATS, assert_near, float64, random
-
-pytest.importorskip("ziglang")
+from metal_host.proof.mlx_kernels import FLOATS, assert_near, random
+from metal_host.proof.numbers import float64
 
 RMS_NORM = mx.fast.metal_kernel(
     name="our_rms_norm",

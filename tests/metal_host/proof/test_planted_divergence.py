@@ -5,8 +5,6 @@ import pytest
 from metal_host import Fault
 from metal_host.proof.planted import SEEDS, Example, kernel, numbers
 
-pytest.importorskip("ziglang")
-
 _X = numbers(2, 96)
 MEETING = Example(  # every thread gets the sum of its threadgroup's values
     kernel("""

@@ -1,12 +1,10 @@
-"""Accesses out of bounds and of unwritten memory, planted into right kernels, are each found."""
+"""Accesses out of bounds, of unwritten memory and at crooked addresses, planted, are each found."""
 
 import numpy as np
 import pytest
 
 from metal_host import Library, Output
 from metal_host.proof.planted import SEEDS, Example, kernel, numbers
-
-pytest.importorskip("ziglang")
 
 _X = numbers(128)
 COPY = Example(
@@ -36,7 +34,7 @@ BOUNDS = {
         0,
     ),
     "half past an input": (
-        (_READ, "float2 two = *(device const float2*)(x + i); before[t] = two.x"),
+        (_READ, "struct Two { float a, b; } two = *(device const Two*)(x + i); before[t] = two.a"),
         "device buffer `x`",
         508,
         63,
@@ -172,6 +170,50 @@ def test_an_output_that_is_never_written_is_told():
     )
     assert report.unwritten["y"] == 28 * 4
     assert np.isnan(y[100:]).all() or (y[100:] == 0).all()
+
+
+# Alignment
+
+WIDE = Example(
+    kernel("""
+    threadgroup alignas(16) half all[512];
+    *(threadgroup uint4*)(all + 8 * t) = uint4(as_type<uint>(x[i]));
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float4 four = *(device const float4*)(x + (i & ~3u));
+    y[i] = as_type<float>(*(threadgroup uint*)(all + 8 * (63 - t))) + four.x;"""),
+    _X,
+    _X.reshape(2, 64)[:, ::-1].reshape(128) + _X.reshape(32, 4)[:, 0].repeat(4),
+    threadgroups=2,
+)
+MISALIGNED = {
+    "a vector of a device buffer": (("x + (i & ~3u)", "x + 1 + (i & 63)"), "buffer `x`", 16),
+    "a component": (
+        ("*(device const float4*)(x + (i & ~3u))", "((device const float4*)(x + 1))[t / 4].y"),
+        "buffer `x`",
+        16,
+    ),
+    "a vector of a threadgroup array": (("all + 8 * t)", "all + 1 + 7 * t)"), "array `all`", 16),
+    "an array of halves": (("alignas(16) ", ""), "array `all`", 16),
+    "a number": (("all + 8 * (63", "all + 1 + 2 * (63"), "array `all`", 4),
+}
+
+
+def test_the_kernel_of_wide_accesses():
+    WIDE.is_right()
+
+
+@pytest.mark.parametrize("name", MISALIGNED)
+def test_misaligned_accesses(name):
+    change, memory, multiple = MISALIGNED[name]
+    for seed in SEEDS:
+        found = WIDE.fault(change, seed=seed, kind="misaligned access")
+        assert f"{memory}, whose address is no multiple of {multiple}" in str(found)
+
+
+@pytest.mark.parametrize("name", MISALIGNED)
+def test_misaligned_accesses_crash_nothing_without_the_detector(name):
+    for optimise in (0, 2):
+        WIDE.launch(MISALIGNED[name][0], trace=False, optimise=optimise)
 
 
 # Size

@@ -7,8 +7,6 @@ import pytest
 
 from metal_host.proof.planted import BARRIER, SEEDS, Example, barrier_removed, kernel, numbers
 
-pytest.importorskip("ziglang")
-
 _X = numbers(2, 128)
 TREE = Example(
     kernel("""

@@ -9,8 +9,6 @@ from metal_host import Fault
 from metal_host.proof.planted import Example, kernel, numbers
 from metal_host.translation.toolchain import CompileError
 
-pytest.importorskip("ziglang")
-
 _X = numbers(64)
 SPACES = Example(
     kernel(

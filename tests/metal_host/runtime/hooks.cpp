@@ -25,20 +25,19 @@ void let_others_run(u32 kind, u32 site) {
   if (count % patience == 0 && !(kind & atomically)) step_aside();
 }
 
-void access(Space space, void* pointer, u64 size, u32 kind, u32 site) {
+void access(Space space, void* pointer, u64 size, u32 packed, u32 site) {
+  u32 kind = packed & kind_mask;
   let_others_run(kind, site);
-  memory.access({space, static_cast<u8*>(pointer), size, kind, site});
+  memory.access({space, static_cast<u8*>(pointer), size, kind, site, packed >> alignment_bits});
 }
 
 }  // namespace
 
 void count(Counter what, unsigned long long n) {
-  // Barriers and simdgroup operations are counted where the threads meet, once for all of them.
-  if (what == Counter::multiply_accumulate) multiply_accumulates += n;
-  if (what == Counter::special_function) special_functions += n;
+  (what == Counter::multiply_accumulate ? multiply_accumulates : special_functions) += n;
 }
 
-void atomic_access(const volatile void*, unsigned, bool) {
+void atomic_access() {
   if (++group.running->atomics > most_atomics) {
     Fault fault{};
     fault.party = running_party(metal_host_site, atomically);
@@ -77,6 +76,13 @@ void metal_host_index(u64 index, u64 size, u32 site) {
   fault.size = u32(size);
   fault.party = running_party(site, 0);
   raise(FaultKind::out_of_bounds, fault);
+}
+
+void metal_host_divisor(u64 divisor, u32 site) {
+  if (divisor) return;
+  Fault fault{};
+  fault.party = running_party(site, 0);
+  raise(FaultKind::division_by_zero, fault);
 }
 
 void metal_host_multiply_accumulate(u64 n) { multiply_accumulates += n; }

@@ -11,14 +11,16 @@ extern u64 multiply_accumulates, special_functions;
 
 namespace {
 
-void* pointers[128];       // of the running launch's buffers
-KernelFunction* function;  // of the running launch
-u64 ignored;               // counts that nobody asks for
+constexpr u32 most_buffers = 128;
+void* pointers[most_buffers];  // of the running launch's buffers
+KernelFunction* function;      // of the running launch
+u64 ignored;                   // counts that nobody asks for
 
 void kernel() { function(pointers, group.running->position); }
 
 void add_regions(Request& request) {
   memory.clear();
+  if (request.buffer_count > most_buffers) __builtin_trap();  // Python has refused it
   for (u32 i = 0; i < request.buffer_count; ++i) {
     Buffer& buffer = request.buffers[i];
     pointers[i] = buffer.data;

@@ -123,6 +123,7 @@ Fault Attempt::fault() const {
   fault.space = space;
   fault.size = u32(size);
   fault.party = running_party(site, kind);
+  fault.aligned = aligned;
   return fault;
 }
 
@@ -221,6 +222,8 @@ void Memory::access(const Attempt& attempt) {
   if (attempt.kind & reads) *region->read += attempt.size;
   if (attempt.kind & writes) *region->written += attempt.size;
   u64 offset = attempt.pointer - region->begin;
+  if (u64(attempt.pointer) % attempt.aligned)
+    refuse(FaultKind::misaligned_access, attempt, *region, offset);
   if (region->read_only && attempt.kind & writes)
     refuse(FaultKind::address_space, attempt, *region, offset);
   if (region->state) check_state(attempt, *region, offset);

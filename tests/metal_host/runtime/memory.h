@@ -45,6 +45,7 @@ struct Attempt {
   u8* pointer;
   u64 size;
   u32 kind, site;
+  u32 aligned;  // in bytes
 
   Fault fault() const;
 };

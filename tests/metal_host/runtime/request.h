@@ -34,10 +34,14 @@ enum class FaultKind : u32 {
   divergent_simdgroup_operation,
   deadlock,
   address_space,  // a write to what may only be read
+  misaligned_access,
+  division_by_zero,
 };
 
 /// Bits that say what an access does; instrumentation.py passes them.
 enum AccessKind : u32 { reads = 1, writes = 2, atomically = 4 };
+/// Where the alignment stands in the same number, and what is left without it.
+constexpr u32 alignment_bits = 8, kind_mask = (1u << alignment_bits) - 1;
 
 struct Party {
   u32 threadgroup[3];
@@ -57,9 +61,10 @@ struct Fault {
   long long offset;  // in bytes from the region's start; in a thread's own array, the index
   Party party, other;
   u32 has_other;
+  u32 aligned;  // what a misaligned address should be a multiple of
 };
 
-/// A threadgroup array or a constant of the program. instrumentation.py emits the tables.
+/// A threadgroup array or a constant of the program. variables.py emits the tables.
 struct ProgramArray {
   void* data;
   u64 size;

@@ -216,7 +216,7 @@ void run_threadgroup(void (*kernel)(), const u32 corner[3], const u32 size[3]) {
 
 unsigned lane() { return group.running->lane; }
 
-Exchange exchange(unsigned kind, const void* value, unsigned size, const void*) {
+Exchange exchange(unsigned kind, const void* value, unsigned size) {
   Thread& self = *group.running;
   Simdgroup& simdgroup = meet(Wait::operation, kind, size);
   u32 turn = simdgroup.turn;
@@ -226,7 +226,7 @@ Exchange exchange(unsigned kind, const void* value, unsigned size, const void*) 
   return {simdgroup.slots[turn][0], simdgroup.active};
 }
 
-void simdgroup_barrier(unsigned flags, const void*) {
+void simdgroup_barrier(unsigned flags) {
   const Thread& self = *group.running;
   u32 begin = self.index - self.lane, end = begin + simd_width;
   for (u32 i = begin; i < end && i < group.count; ++i)
@@ -237,7 +237,7 @@ void simdgroup_barrier(unsigned flags, const void*) {
   run_another(*group.running);
 }
 
-void threadgroup_barrier(unsigned flags, const void*) {
+void threadgroup_barrier(unsigned flags) {
   Thread& self = *group.running;
   if (group.ended) report_divergence(group.threads[group.last_ended], Wait::threadgroup_barrier);
   meet(Wait::threadgroup_barrier, flags, 0);

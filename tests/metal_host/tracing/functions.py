@@ -11,6 +11,8 @@ _FUNCTION_DEBUG = re.compile(r"!dbg (!\d+)")
 
 @dataclass
 class Function:
+    """A function of the module, and what is found out about it."""
+
     name: str
     first_line: str
     #: names of its parameters, in order

@@ -10,6 +10,7 @@ import re
 from .functions import Function
 from .intermediate import split_operands
 
+# `%4 = load ptr, ptr %3`, `addrspacecast ptr addrspace(3) %2 to ptr`, `call float @_Z3sumP(ptr %4)`
 _RESULT = re.compile(r"^  (%[\w.$]+) = (.*)$")
 _CAST = re.compile(r"addrspacecast \(?ptr addrspace\(\d\)")
 _CALL = re.compile(r"\bcall [^@]*@([\w.$]+)\((.*)\)")

@@ -10,23 +10,42 @@ from dataclasses import dataclass, field
 from .components import Component, component
 from .functions import Function, reachable, read_module, sharing_headers
 from .generic_pointers import is_generic, mark_generic_pointers
-from .intermediate import DebugInfo, leading_type, size_of, split_operands, variable_name
+from .intermediate import (
+    DebugInfo,
+    leading_type,
+    natural_alignment,
+    size_of,
+    split_operands,
+    variable_name,
+)
 from .variables import Variables
 
 READS, WRITES, ATOMICALLY = 1, 2, 4  # AccessKind of runtime/request.h
+#: an access's alignment is this many bits above those of its kind
+ALIGNMENT = 8
 ENTRY = "metal_host_function"
 
+# `%3 = load float, ptr addrspace(1) %2, align 4, !dbg !9`, `store float %3, ptr %4, align 4`,
+# `%5 = atomicrmw add ptr %4, i32 1 monotonic`, `call void @llvm.memcpy.p0.p1.i64(...)`
 _LOAD = re.compile(r"^%\S+ = load (atomic )?(?:volatile )?(.*)$")
 _STORE = re.compile(r"^store (atomic )?(?:volatile )?(.*)$")
 _EXCHANGE = re.compile(r"^%\S+ = (atomicrmw|cmpxchg) (?:weak )?(?:volatile )?(?:\w+ )??(ptr .*)$")
 _BLOCK = re.compile(r"^(?:tail )?call void @llvm\.(memcpy|memmove|memset)\.[^(]*\((.*)\)")
+# `%7 = call float @llvm.fmuladd.f32(float %4, float %5, float %6)`, `%9 = sdiv i32 %7, %8`
 _FUSED = re.compile(r"^(%\S+) = (?:tail )?call .*? @llvm\.fmuladd\.[^(]*\((.*)\)")
+_DIVISION = re.compile(r"^%\S+ = [su](?:div|rem) (?:exact )?(.*)$")
+# `call void @_Z4helperv()`, `addrspacecast ptr addrspace(1) %2 to ptr`
 _CALLEE = re.compile(r"\bcall [^@]*@([\w.$]+)\(")
 _CAST = re.compile(r"\baddrspacecast \(?ptr")
+# `ptr addrspace(3) noundef align 16 %4`
 _POINTER = re.compile(
     r"^ptr(?: addrspace\((\d)\))? "
     r"(?:noundef |nonnull |noalias |align \d+ |captures\([^)]*\) |dereferenceable\(\d+\) )*(.+)$"
 )
+_ALIGNED = re.compile(r"\balign (\d+)\b")
+# `ptr addrspace(1) noundef nonnull align 16 dereferenceable(16) %0`: a reference
+_ALIGNED_REFERENCE = re.compile(r"\balign \d+ (?=dereferenceable)")
+# What ends an instruction: `syncscope("agent") monotonic`, `, !tbaa !4, !dbg !9`
 _ORDERING = re.compile(r" (?:syncscope\(.*?\) )?(?:monotonic|acquire|release|acq_rel|seq_cst)$")
 _DEBUG = re.compile(r", !dbg (!\d+)")
 _ATTACHMENTS = re.compile(r"(?:, !\w+ !\d+)+$")
@@ -41,6 +60,7 @@ declare void @metal_host_access_1(ptr addrspace(1), i64, i32, i32)
 declare void @metal_host_access_2(ptr addrspace(2), i64, i32, i32)
 declare void @metal_host_access_3(ptr addrspace(3), i64, i32, i32)
 declare void @metal_host_index(i64, i64, i32)
+declare void @metal_host_divisor(i64, i32)
 declare void @metal_host_multiply_accumulate(i64)
 """
 
@@ -73,7 +93,7 @@ def instrument(text: str, headers: str, traced: bool) -> Program:
     output = []
     for part in parts:
         if isinstance(part, Function):
-            output += [part.first_line, *rewriter.body(part), "}"]
+            output += [_ALIGNED_REFERENCE.sub("", part.first_line), *rewriter.body(part), "}"]
         else:
             output += variables.rewrite(part)
     program.text = "\n".join([*output, _DECLARATIONS, *variables.tables()])
@@ -105,7 +125,9 @@ class _Rewriter:
             if found:
                 output += self._component(found, line)
                 done = i + 2 * found.written  # the store that belongs to it
-            if found or i == done or not line.startswith("  "):
+            if found or i == done:
+                output.append(_anywhere(line))
+            elif not line.startswith("  "):
                 output.append(line)
             else:
                 output += self._instruction(line)
@@ -126,9 +148,13 @@ class _Rewriter:
         if "fmuladd" in body and (match := _FUSED.match(body)):
             return self._fused(line, match)
         if "call " in body:
-            return [*self._note_call(body, line), *self._block(body, line), line]
+            own = _ALIGNED_REFERENCE.sub("", line)
+            own = _anywhere(own) if _BLOCK.match(body) else own
+            return [*self._note_call(body, line), *self._block(body, line), own]
+        if match := _DIVISION.match(body):
+            return [*self._divisor(match[1], line), line]
         if "addrspace(" in body or self.function.generic:
-            return [*self._access(body, line), line]
+            return [*self._access(body, line), _anywhere(line)]
         return [line]
 
     # Accesses
@@ -156,7 +182,10 @@ class _Rewriter:
             kind, type_ = READS | WRITES, leading_type(value)
         else:
             return []
-        return self._hook(pointer, size_of(type_), kind, line, atomic=bool(match[1]))
+        # clang lowers what it says where it knows the variable behind a cast.
+        aligned = max(_alignment(body), natural_alignment(type_))
+        atomic = bool(match[1])
+        return self._hook(pointer, size_of(type_), kind, line, aligned, atomic=atomic)
 
     def _component(self, found: Component, line: str) -> list[str]:
         match = _POINTER.match(found.pointer)
@@ -165,6 +194,9 @@ class _Rewriter:
         kind = WRITES if found.written else READS
         pointer = f"ptr addrspace({space}) {name}"
         hook = self._hook(pointer, size_of(found.element), kind, line)
+        # It is the vector that has to be aligned: an access to none of its bytes.
+        aligned = max(_alignment(line), natural_alignment(found.vector))
+        hook += self._hook(found.pointer, "0", kind, line, aligned)
         return [f"  {name} = {address}{self._debug(line)}", *hook]
 
     def _block(self, body: str, line: str) -> list[str]:
@@ -173,13 +205,20 @@ class _Rewriter:
             return []
         target, source, size = split_operands(match[2])[:3]
         size = size.split(" ", 1)[1]
-        hooks = self._hook(target, size, WRITES, line)
+        hooks = self._hook(target, size, WRITES, line, _alignment(target))
         if match[1] != "memset":
-            hooks = self._hook(source, size, READS, line) + hooks
+            hooks = self._hook(source, size, READS, line, _alignment(source)) + hooks
         return hooks
 
     def _hook(
-        self, pointer: str, size: str, kind: int, line: str, *, atomic: bool = False
+        self,
+        pointer: str,
+        size: str,
+        kind: int,
+        line: str,
+        aligned: int = 1,
+        *,
+        atomic: bool = False,
     ) -> list[str]:
         match = _POINTER.match(pointer)
         space = match[1] or "0" if match else "0"
@@ -190,6 +229,7 @@ class _Rewriter:
         type_ = "ptr" if space == "0" else f"ptr addrspace({space})"
         if atomic or self.function.atomic:
             kind |= ATOMICALLY
+        kind |= aligned << ALIGNMENT
         before, site = self._site_operand(line)
         operand = _ORDERING.sub("", match[2])
         arguments = f"{type_} {operand}, i64 {size}, i32 {kind}, i32 {site}"
@@ -212,6 +252,26 @@ class _Rewriter:
             count = lanes[1] if lanes else "1"
             lines.insert(0, self._call(f"@metal_host_multiply_accumulate(i64 {count})", line))
         return lines
+
+    def _divisor(self, operands: str, line: str) -> list[str]:
+        """The check of what divides integers, which would end the process if it were zero."""
+        dividend, divisor = split_operands(operands)[:2]
+        type_ = leading_type(dividend)
+        if not re.search(r"%|zeroinitializer|\b0\b", divisor):
+            return []
+        vector = re.match(r"<(\d+) x (\w+)>", type_)
+        before, site = self._site_operand(line)
+        for lane in range(int(vector[1]) if vector else 1):
+            element, value = vector[2] if vector else type_, divisor
+            if vector:
+                value = self._temporary()
+                before.append(f"  {value} = extractelement {type_} {divisor}, i32 {lane}")
+            if element != "i64":
+                wide = self._temporary()
+                before.append(f"  {wide} = zext {element} {value} to i64")
+                value = wide
+            before.append(self._call(f"@metal_host_divisor(i64 {value}, i32 {site})", line))
+        return before
 
     def _note_call(self, body: str, line: str) -> list[str]:
         """Remembers where the kernel's text calls a header, for reports from in there."""
@@ -244,3 +304,16 @@ class _Rewriter:
     def _temporary(self) -> str:
         self.temporaries += 1
         return f"%metal_host.{self.temporaries}"
+
+
+def _alignment(text: str) -> int:
+    """What an instruction or an operand says of its pointer, in bytes."""
+    match = _ALIGNED.search(text)
+    return int(match[1]) if match else 1
+
+
+def _anywhere(line: str) -> str:
+    """An access that works at any address: a misaligned one must not end the process."""
+    if "= alloca " in line or "atomic" in line or "cmpxchg" in line:
+        return line  # a thread's own variables stay aligned, as other functions expect
+    return _ALIGNED.sub("align 1", line)

@@ -2,6 +2,7 @@
 
 import re
 
+# `!12 = distinct !DISubprogram(name: "kernel", scope: !1, file: !1, line: 7)`
 _METADATA = re.compile(r"^(!\d+) = (?:distinct )?!(DI\w+)\((.*)\)$", re.MULTILINE)
 _FIELD = re.compile(r'(\w+): (?:"([^"]*)"|(!?\w+))')
 _OPEN, _CLOSE = "([{<", ")]}>"
@@ -53,6 +54,14 @@ def size_of(type_: str) -> str:
     return f"ptrtoint (ptr getelementptr ({type_}, ptr null, i32 1) to i64)"
 
 
+def natural_alignment(type_: str) -> int:
+    """That of a number or vector, which is its size; 1 for other types."""
+    vector = re.match(r"<(\d+) x (\w+)>$", type_)
+    if vector and vector[2] != "i1":
+        return int(vector[1]) * _SIMPLE_TYPES.get(vector[2], 1)
+    return _SIMPLE_TYPES.get(type_, 1)
+
+
 def variable_name(symbol: str) -> str:
     """The name in the source of a mangled variable: `tile` of `@_ZZ6kernelvE4tile`."""
     for match in re.finditer(r"(?=(\d+))", symbol):
@@ -85,6 +94,7 @@ class DebugInfo:
         return self.file(values["scope"]) if "scope" in values else ""
 
     def location(self, node: str) -> tuple[str, int, int]:
+        """File, line and column of an instruction's node."""
         _, values = self._nodes.get(node, ("", {}))
         file = self.file(values["scope"]) if "scope" in values else ""
         return file, int(values.get("line", 0)), int(values.get("column", 0))

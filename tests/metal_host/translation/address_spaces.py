@@ -12,13 +12,15 @@ _TYPES = {"void", "bool", "char", "short", "int", "long", "half", "float", "bflo
 _TYPES |= {"unsigned", "signed", "uchar", "ushort", "uint", "ulong", "ptrdiff_t", "vec", "array"}
 _TYPES |= {"atomic", "simdgroup_matrix", "packed_vec", "bfloat16_t", "float16_t"}
 _TYPES |= {"complex64_t", "complex_t"}
+# Types by their form: `uint32_t`, `packed_half4`, `atomic_int`, `simdgroup_float8x8`, `half2x4`
 _TYPE = re.compile(
     r"u?int(8|16|32|64)_t|(packed_)?(u?(char|short|int|long)|half|b?float|bool)[234]"
     r"|atomic_\w+|simdgroup_(float|half|bfloat)8x8|(half|float)[234]x[234]"
 )
-# What a kernel's text itself makes a type.
+# What a kernel's text itself makes a type: `struct Pair {`, `using U =`, `typedef int V;`
 _DEFINED = re.compile(r"\b(?:struct|class|enum|typename|using|union)\s+(?:class\s+)?(\w+)(?!\s*::)")
 _TYPEDEF = re.compile(r"\btypedef\b[^;]*?(\w+)\s*;")
+# `# 7 "kernel.metal" 2` of the preprocessor
 _MARKER = re.compile(r'^# (\d+) "([^"]*)"')
 _TOKEN = re.compile(r"\w+|::|&&|\|\||->|<<|>=|<=|==|!=|[^\s\w]")
 #: what may stand between the parts of a declaration

@@ -42,9 +42,10 @@ _ABOUT_STRUCTS = re.compile(
     r"no matching constructor for initialization|no viable overloaded '='"
     r"|cannot initialize object parameter|no viable conversion from"
 )
+#: what makes a library out of a kernel
 _BACK = ["-fPIC", "-ffp-contract=off", "-fno-sanitize=undefined", "-Wl,-s"]
 _RUNTIME = [*LANGUAGE, "-O2", "-Wall", "-Wextra", "-Werror"]
-#: what makes a library out of a kernel
+# `#pragma metal_host include metal_stdlib`, as _preprocess leaves it
 _SYSTEM_INCLUDE = re.compile(r"^#pragma metal_host include (\S+)$", re.MULTILINE)
 
 

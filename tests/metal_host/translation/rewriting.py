@@ -6,6 +6,7 @@ in text whose macros are expanded already.
 
 import re
 
+# `[[kernel]]`, `constant bool has_mask [[function_constant(300)]];`
 _ATTRIBUTE = re.compile(r"\[\[.*?\]\]", re.DOTALL)
 _FUNCTION_CONSTANT = re.compile(
     r"\bconstant\s+([\w:]+)\s+(\w+)\s*\[\[\s*function_constant\s*\(\s*(\d+)\s*\)\s*\]\]\s*;"
@@ -15,6 +16,7 @@ _ARRAY_PARAMETER = re.compile(
     r"([(,]\s*(?:const\s+)?(?:device|constant|threadgroup)\b[^;(){}\[\]*&]*?)"
     r"\b(\w+)\s*\[[^\]]*\](?=\s*[,)])"
 )
+# `template [[host_name("f")]] [[kernel]] decltype(f<float>) f<float>;`
 _INSTANTIATION = re.compile(r"\btemplate\s*\[\[\s*host_name\b[^;]*;")
 # `float4(a, b.xy, 1)`: clang's vectors have no such constructors in C++.
 _VECTOR = (
@@ -25,10 +27,15 @@ _CONSTRUCTION = re.compile(rf"(?<!operator ){_VECTOR}(\s*)\((?!\s*[&*])")
 # `float2 x(a, b);` as well; two words in a row are a parameter, and declare a function.
 _VARIABLE = re.compile(rf"{_VECTOR}(\s+\w+)\s*\((?![^;{{}}]*\w\s+\w)([^;{{}}]+)\)\s*;")
 # clang has no conversion between its 16-bit types, nor a suffix for bfloat.
+# `static_cast<bfloat>(x)`, `1.5bf`
 _TO_BFLOAT = re.compile(r"\bstatic_cast\s*<\s*(bfloat(?:16_t)?)\s*>")
 _BFLOAT_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?)bf\b")
+# `float sum() const device {`
 _QUALIFIED_MEMBER = re.compile(r"\)\s*(?:const\s+)?(?:device|threadgroup|constant)\s*(?=[:{])")
+# `threadgroup alignas(16) T tile[8];`
 _THREADGROUP = re.compile(r"(?<![\w.])threadgroup\b([^;{}]*);")
+_ALIGNAS = re.compile(r"\balignas\s*(\((?:[^()]|\([^()]*\))*\))")
+# `# 7 "kernel.metal" 2`, then `[size]`, `<float, 4>` and `(n + 1)` inside of brackets
 _MARKER = re.compile(r"^[ \t]*#[^\n]*$", re.MULTILINE)
 _BRACKETED = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)(?=[^\[\]]*\])")
 
@@ -88,14 +95,30 @@ def _make_threadgroup_arrays_static(text: str) -> str:
         before = scan[: match.start()].rstrip()
         if before and before[-1] not in ";{}" or not _declares_variable(match[1]):
             continue
-        parts += [text[end : match.start()], "static "]
-        end = match.start()
+        # Else clang gives large arrays more than the alignment of an element.
+        aligned = f"aligned(alignof({_declared_type(match[1])}))"
+        explicit = [f"aligned{m[1]}" for m in _ALIGNAS.finditer(match[1])]
+        attributes = ", ".join([aligned, *explicit])
+        parts += [text[end : match.start()], f"static __attribute__(({attributes})) threadgroup"]
+        parts.append(_ALIGNAS.sub(_blank, text[match.start(1) : match.end(1)]))
+        end = match.end(1)
     return "".join(parts) + text[end:]
 
 
 def _declares_variable(declaration: str) -> bool:
     """Whether the text between `threadgroup` and `;` declares arrays or values, not pointers."""
-    previous = None
+    declaration, previous = _ALIGNAS.sub(" ", declaration), None
     while previous != declaration:
         previous, declaration = declaration, _BRACKETED.sub(" ", declaration)
     return not re.search(r"[*&()=]", declaration)
+
+
+def _declared_type(declaration: str) -> str:
+    """The type in a declaration like `T name[8]`, `vec<T, 4> one, two`."""
+    declaration, depth = _ALIGNAS.sub(" ", declaration), 0
+    for end, c in enumerate(declaration):
+        depth += (c in "<(") - (c in ">)")
+        if depth == 0 and c in "[,":
+            declaration = declaration[:end]
+            break
+    return re.sub(r"\s*\w+\s*$", "", declaration).strip()

@@ -15,6 +15,10 @@ LANGUAGE = ["-std=c++20", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC"
 LANGUAGE += ["-fno-sanitize=undefined", "-Wno-unused-command-line-argument"]
 
 
+#: in each folder of the cache: its files and their sizes
+SIZES = "sizes.txt"
+
+
 class CompileError(Exception):
     """The compiler refused a kernel."""
 
@@ -27,7 +31,11 @@ class CompileError(Exception):
 def compile_cpp(folder: Path, *arguments: str) -> None:
     """Runs the compiler in `folder`."""
     command = [*_command(), "c++", *target(), *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    # Without a cache of its own, zig waits for ever where there is no home.
+    environment = {"ZIG_GLOBAL_CACHE_DIR": str(cache_folder() / "zig")} | os.environ
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300
+    )
     if result.returncode:
         raise CompileError(result.stderr)
 
@@ -51,6 +59,7 @@ def target() -> list[str]:
 
 @cache
 def version() -> str:
+    """Of the compiler, for the keys of the cache."""
     return subprocess.run([*_command(), "version"], capture_output=True, text=True).stdout.strip()
 
 
@@ -59,6 +68,7 @@ def _command() -> list[str]:
 
 
 def digest(*texts: str) -> str:
+    """A key of the cache: a hash of all that goes into what it stands for."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
 
 
@@ -70,11 +80,14 @@ def cached(key: str, build: Callable[[Path], None]) -> Path:
     root = cache_folder()
     folder = root / key
     if folder.is_dir():
-        return folder
+        if (folder / SIZES).is_file() and _sizes(folder) == (folder / SIZES).read_text():
+            return folder
+        shutil.rmtree(folder)  # a disk was full, say: loading a cut library would end the process
     root.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=root, prefix="unfinished-"))
     try:
         build(unfinished)
+        (unfinished / SIZES).write_text(_sizes(unfinished))
         unfinished.rename(folder)
     except OSError:
         if not folder.is_dir():  # else another process was faster
@@ -84,9 +97,15 @@ def cached(key: str, build: Callable[[Path], None]) -> Path:
     return folder
 
 
+def _sizes(folder: Path) -> str:
+    files = sorted(path for path in folder.iterdir() if path.name != SIZES and path.is_file())
+    return "".join(f"{path.name} {path.stat().st_size}\n" for path in files)
+
+
 def cache_folder() -> Path:
+    """METAL_HOST_CACHE, else metal_host in the user's cache folder."""
     if folder := os.environ.get("METAL_HOST_CACHE"):
-        return Path(folder)
+        return Path(folder).resolve()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "metal_host"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
