@@ -60,7 +60,13 @@ FUNCTIONS = {
 PACKED = mx.arange(N) // 1000
 
 
-@pytest.mark.parametrize("options", [{}, {"segment_ids": PACKED}], ids=["one document", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="one document"),
+        pytest.param({"segment_ids": PACKED}, id="packed", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_forward(name, options, qkv):
     function, stated, _ = FUNCTIONS[name]
@@ -69,7 +75,9 @@ def test_forward(name, options, qkv):
     assert used < LATE * ALL_LOGITS / 4
 
 
-@pytest.mark.parametrize("name", ["selective", "stick_breaking"])
+@pytest.mark.parametrize(
+    "name", ["selective", pytest.param("stick_breaking", marks=pytest.mark.slow)]
+)
 def test_backward(name, qkv):
     function, _, stated = FUNCTIONS[name]
     used = peak(mx.grad(lambda *qkv: function(*qkv).sum(), argnums=(0, 1, 2)), *qkv)
