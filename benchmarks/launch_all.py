@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from mlx_selective.attention.ssa.definition import multiply_rows
 from mlx_selective.kernels import ssa_temperature
-from mlx_selective.kernels.causal_attention import DTYPES, HEAD_SIZES, causal_attention
+from mlx_selective.kernels.causal_attention import HEAD_SIZES, causal_attention
+from mlx_selective.kernels.choice import FLOATS
 from mlx_selective.kernels.tile_words import tile_words
 
 #: queries and keys
@@ -18,7 +19,7 @@ LENGTHS = [(1, 7), (33, 127), (150, 200)]
 def main() -> None:
     """Prints how many launches there were."""
     launches = []
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         launches.append(tile_words(*(normal((32, 64), dtype) for _ in range(3))))
         for D in HEAD_SIZES:
             x, tau = normal((2, 11, 3, D), dtype).swapaxes(1, 2), mx.ones((2, 3, 11, 1))

@@ -10,7 +10,7 @@
 //   product = a b^T with a in registers, staged with a in threadgroup memory
 //   largest[r], row_sum[r, c] over c' <= c, reverse_sum over c' >= c, column_sum over r' <= r, all of
 //   product; the running sums start at 1
-//   weighted = product v, product rounded to T where the matrix unit wants that
+//   weighted = a + product v, product rounded to T where the matrix unit wants that
 template <typename T, int R, int C, int K>
 [[kernel]] void tile_words(
     const device T* a [[buffer(0)]],
@@ -81,7 +81,7 @@ template <typename T, int R, int C, int K>
   copy_wait();
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   Tile<R, K> o;
-  o.fill(0);
+  load(o, a, K, sizes[0], index);
   multiply<LD>(o, operand<T>(s), bs, index);
   store(o, weighted, K, R, index);
 }

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .backend import find_backend
+from .choice import FLOATS
 from .kernel import Kernel
 
 _KERNEL = Kernel("attention/causal.metal")
 
-#: what the kernel is instantiated for
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+#: head sizes D that the kernel is written for
 HEAD_SIZES = (64, 80, 96, 128)
 
 
@@ -105,8 +105,8 @@ def causal_attention(
 
 
 def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must be one of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must be one of {FLOATS}, got {q.dtype}, {k.dtype}, {v.dtype}.")
     if q.ndim != 4 or k.ndim != 4 or v.shape != k.shape or 0 in (*q.shape, *k.shape):
         raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
     B, H, T, D = q.shape

@@ -14,8 +14,6 @@ _KERNEL = Kernel("check/tile_words.metal")
 ROWS, COLUMNS, DEPTH = 32, 32, 64
 #: rows of ``a`` that count; the rest must be taken as zero
 VALID_ROWS = 27
-#: of the operands
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 #: the results, in order
 NAMES = (
     "coordinates",
@@ -40,8 +38,8 @@ def tile_words(a: mx.array, b: mx.array, v: mx.array) -> list[mx.array]:
     Returns:
         ``coordinates`` 100 row + column, ``product`` a b^T and ``staged_product`` the same by
         another way, ``largest`` of its rows, its running sums ``row_sum``, ``reverse_sum`` and
-        ``column_sum``, which start at 1, all float32, (32, 32) or (32,); ``weighted`` product v,
-        (32, 64) in a's dtype.
+        ``column_sum``, which start at 1, all float32, (32, 32) or (32,); ``weighted`` a plus
+        product v, (32, 64) in a's dtype.
 
     Raises:
         KernelError: if no backend runs kernels here, or dtypes differ.
@@ -73,7 +71,7 @@ def plain_tile_words(a: mx.array, b: mx.array, v: mx.array) -> list[mx.array]:
     valid = (mx.arange(ROWS) < VALID_ROWS)[:, None]
     product = (a.astype(mx.float32) * valid) @ b.astype(mx.float32).T
     results = _words(mx, product)
-    return [*results, (product.astype(a.dtype) @ v).astype(a.dtype)]
+    return [*results, (product.astype(a.dtype) @ v + a * valid).astype(a.dtype)]
 
 
 def true_tile_words(a: np.ndarray, b: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
@@ -87,8 +85,9 @@ def true_tile_words(a: np.ndarray, b: np.ndarray, v: np.ndarray) -> list[np.ndar
     Returns:
         The eight results of :func:`tile_words`, float64.
     """
-    product = a * (np.arange(ROWS) < VALID_ROWS)[:, None] @ b.T
-    return [*_words(np, product), product @ v]
+    a = a * (np.arange(ROWS) < VALID_ROWS)[:, None]
+    product = a @ b.T
+    return [*_words(np, product), a + product @ v]
 
 
 def _words(library, product) -> list:

@@ -10,6 +10,7 @@ from mlx_selective.cli import main
 from mlx_selective.doctor import kernel_cases
 from mlx_selective.doctor import kernels as doctor
 from mlx_selective.kernels import launched_by, tile_words
+from mlx_selective.kernels.choice import FLOATS
 from mlx_selective.kernels.source import KERNEL_FOLDER
 
 ALL = {"float32", "float16", "bfloat16"}
@@ -142,7 +143,7 @@ def test_every_kernel_of_the_package_is_checked():
         assert any(f"[[kernel]] void {check.name}(" in text for text in files)
 
 
-@pytest.mark.parametrize("dtype", tile_words.DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spoiled", range(len(tile_words.NAMES)), ids=tile_words.NAMES)
 @pytest.mark.parametrize("factor", [float("nan"), 1.01])
 def test_each_word_of_the_tiles_is_judged_alone(spoiled, factor, dtype, monkeypatch, capsys):
