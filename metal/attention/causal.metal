@@ -50,7 +50,7 @@ METAL_FUNC void raise_largest(
 
 // The second half: weights relative to `largest`, their sums, and their product with the values. A few
 // keys at a time, so that the exponentials of some are formed while others are multiplied.
-template <int LD, typename T, int R, int C, int D>
+template <typename T, int R, int C, int D>
 METAL_FUNC void add_weighted(
     const thread Tile<R, C>& s,
     thread Tile<R, D>& o,
@@ -67,13 +67,14 @@ METAL_FUNC void add_weighted(
       w[e] = metal::fast::exp2(metal::fma(w[e], scale, -scale * largest[w.row_index(e)]));
     }
     reduce_lane_rows<Sum>(total, w);
-    multiply<LD>(o, operand<T>(w), vs + c * LD, index);
+    multiply(o, operand<T>(w), vs + c * Block<T, D>::PITCH, index);
   }
 }
 
 // q (B, H, T, D), k and v (B, H / group, N, D), out (B, H, T, D), all row-contiguous; sizes {T, N, group};
 // scale {scale}. The queries are the last T of N positions. STAGED: queries wait in threadgroup memory.
-// Grid: H, B, ceil(T / BQ) threadgroups of BQ / R simdgroups.
+// Grid: W, ceil(T / BQ), B H / W threadgroups of BQ / R simdgroups: W heads at a time, so that their keys
+// and values stay in the cache.
 template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
 [[kernel]] void causal_attention(
     const device T* q [[buffer(0)]],
@@ -87,16 +88,16 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
-  constexpr int LD = D + Pad<T>::SIZE, THREADS = BQ / R * 32;
-  constexpr int BLOCK = BK * LD, STAGE = STAGED ? BQ * LD : 0;
+  constexpr int PITCH = Block<T, D>::PITCH, THREADS = BQ / R * 32;
+  constexpr int BLOCK = BK * PITCH, STAGE = STAGED ? BQ * PITCH : 0;
   THREADGROUP_MEMORY(T, memory, STAGE + PAIRS * 2 * BLOCK);
 
   const ushort index = thread_index_in_threadgroup, in_simdgroup = thread_index_in_simdgroup;
   const Lane lane(in_simdgroup);
   const int queries = sizes[0], keys = sizes[1];
-  const int head = threadgroup_position_in_grid.y * threadgroups_per_grid.x + threadgroup_position_in_grid.x;
-  // The longest rows of all heads first, so that the short ones fill the gaps at the end.
-  const int start = (threadgroups_per_grid.z - 1 - threadgroup_position_in_grid.z) * BQ;
+  const int head = threadgroup_position_in_grid.z * threadgroups_per_grid.x + threadgroup_position_in_grid.x;
+  // The longest rows first, so that the short ones fill the gaps at the end.
+  const int start = (threadgroups_per_grid.y - 1 - threadgroup_position_in_grid.y) * BQ;
   const int mine = start + simdgroup_index_in_threadgroup * R; // the simdgroup's first query
   const int offset = keys - queries;
   const device T* query = q + (long(head) * queries + start) * D;
@@ -104,10 +105,10 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
   const device T* value = v + long(head / sizes[2]) * keys * D;
 
   Operand<T, R, STAGED ? 16 : D> held;
-  Staged<T, R, D, LD> staged;
+  Staged<T, R, D> staged;
   if constexpr (STAGED) {
-    copy_block<BQ, D, LD, THREADS>(memory, query, D, queries - start, index);
-    staged.rows = memory + simdgroup_index_in_threadgroup * R * LD;
+    copy_block<BQ, D, THREADS>(memory, query, D, queries - start, index);
+    staged.rows = memory + simdgroup_index_in_threadgroup * R * PITCH;
   } else {
     held.load(query + (mine - start) * D, D, queries - mine, in_simdgroup);
   }
@@ -118,8 +119,8 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
   const float scale_log2 = scale[0] * M_LOG2E_F;
   const int seen = metal::min(keys, start + BQ + offset);
   if constexpr (PAIRS == 2) {
-    copy_block<BK, D, LD, THREADS>(memory + STAGE, key, D, keys, index);
-    copy_block<BK, D, LD, THREADS>(memory + STAGE + BLOCK, value, D, keys, index);
+    copy_block<BK, D, THREADS>(memory + STAGE, key, D, keys, index);
+    copy_block<BK, D, THREADS>(memory + STAGE + BLOCK, value, D, keys, index);
   }
   for (int first = 0; first < seen; first += BK) {
     const int coming = PAIRS == 2 ? first + BK : first; // what is copied in this round
@@ -130,10 +131,10 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     }
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     if (coming < seen) {
-      copy_block<BK, D, LD, THREADS>(ks_coming, key + long(coming) * D, D, keys - coming, index);
-      copy_block<BK, D, LD, THREADS>(ks_coming + BLOCK, value + long(coming) * D, D, keys - coming, index);
+      copy_block<BK, D, THREADS>(ks_coming, key + long(coming) * D, D, keys - coming, index);
     }
     if constexpr (PAIRS == 1) {
+      copy_block<BK, D, THREADS>(ks_coming + BLOCK, value + long(coming) * D, D, keys - coming, index);
       copy_wait();
       metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     }
@@ -141,15 +142,19 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     Tile<R, BK> s;
     s.fill(0);
     if constexpr (STAGED) {
-      multiply_transposed<LD>(s, staged, ks, in_simdgroup);
+      multiply_transposed(s, staged, ks, in_simdgroup);
     } else {
-      multiply_transposed<LD>(s, held, ks, in_simdgroup);
+      multiply_transposed(s, held, ks, in_simdgroup);
+    }
+    // Apart from the keys' copy: many at once hold up the products behind them.
+    if (PAIRS == 2 && coming < seen) {
+      copy_block<BK, D, THREADS>(ks_coming + BLOCK, value + long(coming) * D, D, keys - coming, index);
     }
     if (first + BK > metal::min(keys, mine + offset + 1)) {
       mask_causal(s, mine + offset - first, keys - first, lane);
     }
     raise_largest(s, o, largest, total, scale_log2);
-    add_weighted<LD>(s, o, largest, total, scale_log2, ks + BLOCK, in_simdgroup);
+    add_weighted(s, o, largest, total, scale_log2, ks + BLOCK, in_simdgroup);
   }
 
   combine_lanes<Sum>(total);

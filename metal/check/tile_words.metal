@@ -26,27 +26,27 @@ template <typename T, int R, int C, int K>
     device float* column_sum [[buffer(10)]],
     device T* weighted [[buffer(11)]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
-  constexpr int LD = K + Pad<T>::SIZE;
-  THREADGROUP_MEMORY(T, memory, (R + C) * LD);
+  constexpr int PITCH = Block<T, K>::PITCH;
+  THREADGROUP_MEMORY(T, memory, (R + C) * PITCH);
   threadgroup T* as = memory;
-  threadgroup T* bs = memory + R * LD;
+  threadgroup T* bs = memory + R * PITCH;
   const ushort index = thread_index_in_simdgroup;
   const Lane lane(index);
 
-  copy_block<R, K, LD, 32>(as, a, K, sizes[0], index);
-  copy_block<C, K, LD, 32>(bs, b, K, C, index);
+  copy_block<R, K, 32>(as, a, K, sizes[0], index);
+  copy_block<C, K, 32>(bs, b, K, C, index);
   copy_wait();
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   Operand<T, R, K> held;
   held.load(a, K, sizes[0], index);
   Tile<R, C> s, t;
   s.fill(0);
-  multiply_transposed<LD>(s, held, bs, index);
+  multiply_transposed(s, held, bs, index);
   store(s, product, C, R, index);
   t.fill(0);
-  Staged<T, R, K, LD> staged;
+  Staged<T, R, K> staged;
   staged.rows = as;
-  multiply_transposed<LD>(t, staged, bs, index);
+  multiply_transposed(t, staged, bs, index);
   store(t, staged_product, C, R, index);
 
 #pragma unroll
@@ -77,11 +77,11 @@ template <typename T, int R, int C, int K>
   store(t, column_sum, C, R, index);
 
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-  copy_block<C, K, LD, 32>(bs, v, K, C, index);
+  copy_block<C, K, 32>(bs, v, K, C, index);
   copy_wait();
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   Tile<R, K> o;
   load(o, a, K, sizes[0], index);
-  multiply<LD>(o, operand<T>(s), bs, index);
+  multiply(o, operand<T>(s), bs, index);
   store(o, weighted, K, R, index);
 }

@@ -1,12 +1,7 @@
 // Tiles and blocks between device memory, threadgroup memory and registers.
 #pragma once
+#include "block.h"
 #include "tile.h"
-
-// Elements added to a row of a block in threadgroup memory, so that rows start in different banks.
-template <typename T>
-struct Pad {
-  static constant constexpr const short SIZE = 16 / sizeof(T);
-};
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 // Starts a copy of sixteen bytes that copy_wait ends; nothing is read, and zeros come, where `full` is
@@ -41,39 +36,40 @@ METAL_FUNC void store_pair(device T* p, float a, float b) {
 }
 #endif
 
-// All THREADS threads copy ROWS x COLS elements into threadgroup memory, rows LD elements apart; rows
-// from `rows` on become zero. The block is there after copy_wait and a threadgroup_barrier.
-template <int ROWS, int COLS, int LD, int THREADS, typename T>
+// All THREADS threads copy ROWS x COLS elements, rows `ld` apart, into a block in threadgroup memory;
+// rows from `rows` on become zero. It is there after copy_wait and a threadgroup_barrier.
+template <int ROWS, int COLS, int THREADS, typename T>
 METAL_FUNC void copy_block(
     threadgroup T* destination, const device T* source, int ld, int rows, ushort index) {
-  constexpr int WIDTH = 16 / sizeof(T);
-  constexpr int VECTORS = COLS / WIDTH; // in a row
-  static_assert(COLS % WIDTH == 0, "rows of whole vectors only");
-  if constexpr (THREADS % VECTORS == 0 && ROWS * VECTORS % THREADS == 0) {
+  using To = Block<T, COLS>;
+  constexpr int VECTORS = COLS / To::WIDTH; // in a row
+  static_assert(COLS % To::WIDTH == 0, "rows of whole vectors only");
+  constexpr int STEP = THREADS / VECTORS;
+  if constexpr (STEP % 8 == 0 && THREADS % VECTORS == 0 && ROWS % STEP == 0) {
     // A thread stays in its column and goes down in equal steps: one address for all its copies.
-    constexpr int STEP = THREADS / VECTORS;
-    const int row = index / VECTORS, col = index % VECTORS * WIDTH;
-    destination += row * LD + col;
-    source += row * ld + col;
+    const int row = index / VECTORS, vector = index % VECTORS;
+    destination += To::at(row, vector);
+    source += row * ld + vector * To::WIDTH;
     if (rows >= ROWS) {
 #pragma unroll
       for (int i = 0; i < ROWS / STEP; i++) {
-        copy_vector(destination + i * STEP * LD, source + i * STEP * ld, true);
+        copy_vector(destination + i * STEP * To::PITCH, source + i * STEP * ld, true);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < ROWS / STEP; i++) {
         const bool full = row + i * STEP < rows;
-        copy_vector(destination + i * STEP * LD, full ? source + i * STEP * ld : source, full);
+        copy_vector(destination + i * STEP * To::PITCH, full ? source + i * STEP * ld : source, full);
       }
     }
   } else {
 #pragma unroll
     for (int first = 0; first < ROWS * VECTORS; first += THREADS) {
-      const int row = (first + index) / VECTORS, col = (first + index) % VECTORS * WIDTH;
+      const int row = (first + index) / VECTORS, vector = (first + index) % VECTORS;
       const bool full = row < rows;
       if (row < ROWS) {
-        copy_vector(destination + row * LD + col, source + (full ? row * ld + col : 0), full);
+        copy_vector(destination + To::at(row, vector),
+                    source + (full ? row * ld + vector * To::WIDTH : 0), full);
       }
     }
   }

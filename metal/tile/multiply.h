@@ -1,10 +1,10 @@
 // Matrix products of tiles on the matrix units: operands of type T, sums in float.
 //
-//   multiply_transposed<LD>(s, q, k, index)   s (R x C) += q (R x K)  k (C x K)^T
-//   multiply<LD>(o, p, v, index)              o (R x C) += p (R x K)  v (K x C)
-// The right factor lies in threadgroup memory, LD elements from row to row. The left factor is
+//   multiply_transposed(s, q, k, index)   s (R x C) += q (R x K)  k (C x K)^T
+//   multiply(o, p, v, index)              o (R x C) += p (R x K)  v (K x C)
+// The right factor is a Block in threadgroup memory, of whole rows. The left factor is
 //   Operand<T, R, K> q;  q.load(device rows)   or  operand<T>(tile)      held in registers
-//   Staged<T, R, K, LD> q{threadgroup rows}                              read again for each product
+//   Staged<T, R, K> q{rows of a Block}                                   read again for each product
 // `index` is the lane's.
 #pragma once
 #include "tile.h"

@@ -1,6 +1,7 @@
 // Matrix products on mma.sync: 16 x 8 x 16 for half and bfloat, 16 x 8 x 8 (TF32, three products for
 // float's precision) for float. Right factors come as two neighbouring 8-column fragments at a time.
 #pragma once
+#include "block.h"
 #include "tile.h"
 
 // How operands of type T are stored in registers and multiplied.
@@ -14,29 +15,41 @@ struct MatrixUnit {
 
   METAL_FUNC static Word pair(const T* p) { return *reinterpret_cast<const Word*>(p); }
 
-  METAL_FUNC static void load4(Word* f, const T* p) {
+  METAL_FUNC static void load4(Word* f, uint address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(shared_address(p)) : "memory");
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
   }
-  METAL_FUNC static void load4_transposed(Word* f, const T* p) {
+  METAL_FUNC static void load4_transposed(Word* f, uint address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(shared_address(p)) : "memory");
+                 : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(address) : "memory");
   }
 
-  // 16 x 16 of the left factor, rows LD apart in threadgroup memory.
-  template <int LD>
-  METAL_FUNC static void left(Word* f, const T* a, ushort index) {
-    load4(f, a + (index % 16) * LD + index / 16 * 8);
+  // The address of a vector, `first` rows below the lane's own row. What differs between lanes goes
+  // through an instruction that hides it, or the compiler would mix it with what is a constant.
+  template <int COLS>
+  METAL_FUNC static uint place(const T* block, short first, short row, short vector, short in_pair) {
+    using In = Block<T, COLS>;
+    constexpr short DISTINCT = In::SWIZZLED ? 8 : 2;
+    uint lane;
+    const uint start = shared_address(block) + sizeof(T) * In::at(row, vector % DISTINCT + in_pair);
+    asm("mov.b32 %0, %1;" : "=r"(lane) : "r"(start));
+    return lane + sizeof(T) * (first * In::PITCH + vector / DISTINCT * DISTINCT * In::WIDTH);
+  }
+
+  // 16 x 16 of the left factor, from rows of K elements in threadgroup memory.
+  template <int K>
+  METAL_FUNC static void left(Word* f, const T* a, short row, short col, ushort index) {
+    load4(f, place<K>(a, row, index % 16, col / 8, index / 16));
   }
   // 16 columns of the right factor from 16 rows of its transpose ...
-  template <int LD>
-  METAL_FUNC static void right_transposed(Word* f, const T* b, ushort index) {
-    load4(f, b + (index % 8 + index / 16 * 8) * LD + index / 8 % 2 * 8);
+  template <int K>
+  METAL_FUNC static void right_transposed(Word* f, const T* b, short row, short col, ushort index) {
+    load4(f, place<K>(b, row, index % 8 + index / 16 * 8, col / 8, index / 8 % 2));
   }
   // ... or from its own rows.
-  template <int LD>
-  METAL_FUNC static void right(Word* f, const T* b, ushort index) {
-    load4_transposed(f, b + (index % 16) * LD + index / 16 * 8);
+  template <int C>
+  METAL_FUNC static void right(Word* f, const T* b, short row, short col, ushort index) {
+    load4_transposed(f, place<C>(b, row, index % 16, col / 8, index / 16));
   }
   // The accumulators of two neighbouring fragments, rounded to T: the left factor of the next product.
   METAL_FUNC static void from_accumulators(Word* f, const float* c) {
@@ -118,28 +131,31 @@ struct MatrixUnit<float> {
       c[i] += sum[i];
     }
   }
-  template <int LD>
-  METAL_FUNC static void left(Word* f, const float* a, ushort index) {
+  template <int K>
+  METAL_FUNC static void left(Word* f, const float* a, short row, short col, ushort index) {
+    constexpr short PITCH = Block<float, K>::PITCH;
     const Lane lane(index);
-    left_device(f, a, LD, lane, true, true);
+    left_device(f, a + row * PITCH + col, PITCH, lane, true, true);
   }
-  template <int LD>
-  METAL_FUNC static void right_transposed(Word* f, const float* b, ushort index) {
+  template <int K>
+  METAL_FUNC static void right_transposed(Word* f, const float* b, short row, short col, ushort index) {
+    constexpr short PITCH = Block<float, K>::PITCH;
     const Lane lane(index);
-    const float* p = b + lane.row * LD + lane.col;
+    const float* p = b + (row + lane.row) * PITCH + col + lane.col;
     f[0] = p[0];
     f[1] = p[1];
-    f[2] = p[8 * LD];
-    f[3] = p[8 * LD + 1];
+    f[2] = p[8 * PITCH];
+    f[3] = p[8 * PITCH + 1];
   }
-  template <int LD>
-  METAL_FUNC static void right(Word* f, const float* b, ushort index) {
+  template <int C>
+  METAL_FUNC static void right(Word* f, const float* b, short row, short col, ushort index) {
+    constexpr short PITCH = Block<float, C>::PITCH;
     const Lane lane(index);
-    const float* p = b + lane.col * LD + lane.row;
+    const float* p = b + (row + lane.col) * PITCH + col + lane.row;
     f[0] = p[0];
-    f[1] = p[LD];
+    f[1] = p[PITCH];
     f[2] = p[8];
-    f[3] = p[LD + 8];
+    f[3] = p[PITCH + 8];
   }
   METAL_FUNC static void from_accumulators(Word* f, const float* c) {
     f[0] = c[0];
@@ -186,7 +202,7 @@ struct Operand {
 };
 
 // The same, left in threadgroup memory.
-template <typename T, int R, int K, int LD>
+template <typename T, int R, int K>
 struct Staged {
   using Element = T;
   using Unit = MatrixUnit<T>;
@@ -194,7 +210,7 @@ struct Staged {
   const T* rows;
 
   METAL_FUNC void fragment(typename Unit::Word* f, short i, short k, ushort index) const {
-    Unit::template left<LD>(f, rows + i * 16 * LD + k * Unit::DEPTH, index);
+    Unit::template left<K>(f, rows, i * 16, k * Unit::DEPTH, index);
   }
 };
 
@@ -209,7 +225,7 @@ METAL_FUNC Operand<T, R, K> operand(const Tile<R, K>& tile) {
   return result;
 }
 
-template <int LD, typename A, int R, int C>
+template <typename A, int R, int C>
 METAL_FUNC void multiply_transposed(
     Tile<R, C>& s, const A& a, const typename A::Element* b, ushort index) {
   using Unit = MatrixUnit<typename A::Element>;
@@ -224,7 +240,7 @@ METAL_FUNC void multiply_transposed(
 #pragma unroll
     for (short j = 0; j < C / 16; j++) {
       typename Unit::Word right[4];
-      Unit::template right_transposed<LD>(right, b + j * 16 * LD + k * Unit::DEPTH, index);
+      Unit::template right_transposed<A::DEPTH>(right, b, j * 16, k * Unit::DEPTH, index);
 #pragma unroll
       for (short i = 0; i < R / 16; i++) {
         Unit::multiply_accumulate(s.fragment(i, 2 * j), left[i], right);
@@ -234,7 +250,7 @@ METAL_FUNC void multiply_transposed(
   }
 }
 
-template <int LD, typename A, int R, int C>
+template <typename A, int R, int C>
 METAL_FUNC void multiply(Tile<R, C>& o, const A& a, const typename A::Element* b, ushort index) {
   using Unit = MatrixUnit<typename A::Element>;
   static_assert(C % 16 == 0 && A::DEPTH % 16 == 0, "right factors come 16 x 16 at a time");
@@ -248,7 +264,7 @@ METAL_FUNC void multiply(Tile<R, C>& o, const A& a, const typename A::Element* b
 #pragma unroll
     for (short j = 0; j < C / 16; j++) {
       typename Unit::Word right[4];
-      Unit::template right<LD>(right, b + k * Unit::DEPTH * LD + j * 16, index);
+      Unit::template right<C>(right, b, k * Unit::DEPTH, j * 16, index);
 #pragma unroll
       for (short i = 0; i < R / 16; i++) {
         Unit::multiply_accumulate(o.fragment(i, 2 * j), left[i], right);

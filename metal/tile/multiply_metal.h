@@ -1,6 +1,7 @@
 // Matrix products on simdgroup_matrix 8 x 8. Operands are widened to float when they are loaded, as
 // MLX's kernels do: a probability is never rounded to T.
 #pragma once
+#include "block.h"
 #include "tile.h"
 
 METAL_FUNC void multiply_accumulate(thread float* c, const thread float* a, const thread float* b) {
@@ -45,7 +46,7 @@ struct Operand {
 };
 
 // The same, left in threadgroup memory.
-template <typename T, int R, int K, int LD>
+template <typename T, int R, int K>
 struct Staged {
   using Element = T;
   static constant constexpr const int DEPTH = K;
@@ -53,7 +54,7 @@ struct Staged {
 
   METAL_FUNC void fragment(thread float* f, short i, short k, ushort index) const {
     const Lane lane(index);
-    const threadgroup T* pair = rows + (i * 8 + lane.row) * LD + k * 8 + lane.col;
+    const threadgroup T* pair = rows + (i * 8 + lane.row) * Block<T, K>::PITCH + k * 8 + lane.col;
     f[0] = float(pair[0]);
     f[1] = float(pair[1]);
   }
@@ -69,20 +70,21 @@ METAL_FUNC Operand<T, R, K> operand(const thread Tile<R, K>& tile) {
   return result;
 }
 
-template <int LD, typename A, int R, int C>
+template <typename A, int R, int C>
 METAL_FUNC void multiply_transposed(
     thread Tile<R, C>& s,
     const thread A& a,
     const threadgroup typename A::Element* b,
     ushort index) {
   static_assert(A::DEPTH % 16 == 0, "depths in steps of 16, as on CUDA");
+  constexpr short PITCH = Block<typename A::Element, A::DEPTH>::PITCH;
   const Lane lane(index);
 #pragma unroll
   for (short k = 0; k < A::DEPTH / 8; k++) {
 #pragma unroll
     for (short j = 0; j < C / 8; j++) {
-      const threadgroup typename A::Element* first = b + (j * 8 + lane.col) * LD + k * 8 + lane.row;
-      const float right[2] = {float(first[0]), float(first[LD])};
+      const threadgroup typename A::Element* first = b + (j * 8 + lane.col) * PITCH + k * 8 + lane.row;
+      const float right[2] = {float(first[0]), float(first[PITCH])};
 #pragma unroll
       for (short i = 0; i < R / 8; i++) {
         float left[2];
@@ -93,19 +95,20 @@ METAL_FUNC void multiply_transposed(
   }
 }
 
-template <int LD, typename A, int R, int C>
+template <typename A, int R, int C>
 METAL_FUNC void multiply(
     thread Tile<R, C>& o,
     const thread A& a,
     const threadgroup typename A::Element* b,
     ushort index) {
   static_assert(A::DEPTH % 16 == 0, "depths in steps of 16, as on CUDA");
+  constexpr short PITCH = Block<typename A::Element, C>::PITCH;
   const Lane lane(index);
 #pragma unroll
   for (short j = 0; j < C / 8; j++) {
 #pragma unroll
     for (short k = 0; k < A::DEPTH / 8; k++) {
-      const threadgroup typename A::Element* first = b + (k * 8 + lane.row) * LD + j * 8 + lane.col;
+      const threadgroup typename A::Element* first = b + (k * 8 + lane.row) * PITCH + j * 8 + lane.col;
       const float right[2] = {float(first[0]), float(first[1])};
 #pragma unroll
       for (short i = 0; i < R / 8; i++) {

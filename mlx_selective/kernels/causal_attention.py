@@ -13,6 +13,7 @@ import mlx.core as mx
 from .backend import find_backend
 from .choice import FLOATS
 from .kernel import Kernel
+from .threadgroup_memory import block_bytes
 
 _KERNEL = Kernel("attention/causal.metal")
 
@@ -42,7 +43,7 @@ BLOCKS = {
     ("metal", 2): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
     ("metal", 4): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
     ("cuda", 2): {
-        64: Blocks(128, 64, 32, 2),
+        64: Blocks(128, 96, 32, 2),
         80: Blocks(128, 64, 32, 2, True),
         96: Blocks(128, 64, 32, 2, True),
         128: Blocks(128, 48, 32, 2, True),
@@ -51,6 +52,10 @@ BLOCKS = {
     ("cuda", 4): dict.fromkeys((64, 80), Blocks(128, 32, 32, 2, True))
     | dict.fromkeys((96, 128), Blocks(128, 32, 32, 1, True)),
 }
+
+#: bytes of keys and values that are read at about the same time, so that they stay in the GPU's
+#: second-level cache (60 MB on an H200; from 32 to 128 MB was within 2 % there)
+CACHE = 64 << 20
 
 
 def causal_attention(
@@ -83,7 +88,7 @@ def causal_attention(
     backend = find_backend().name or "metal"
     blocks = blocks or BLOCKS[backend, q.dtype.size][D]
     threads = blocks.queries // blocks.rows * 32
-    row = (D + 16 // q.dtype.size) * q.dtype.size
+    wide = _heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
     (out,) = _KERNEL(
         inputs=[q, k, v, *_numbers(T, N, H // heads, scale)],
         template={
@@ -95,11 +100,13 @@ def causal_attention(
             "PAIRS": blocks.pairs,
             "STAGED": blocks.staged,
         },
-        grid=(H * threads, B, math.ceil(T / blocks.queries)),
+        grid=(wide * threads, math.ceil(T / blocks.queries), B * H // wide),
         threadgroup=(threads, 1, 1),
         output_shapes=[q.shape],
         output_dtypes=[q.dtype],
-        shared_memory=row * (2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged),
+        shared_memory=block_bytes(
+            2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged, D, q.dtype
+        ),
     )
     return out
 
@@ -116,6 +123,11 @@ def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
         raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale}.")
+
+
+def _heads_together(heads: int, each: int) -> int:
+    """How many heads are worked at side by side, if keys and values of one take ``each`` bytes."""
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * each <= CACHE))
 
 
 @lru_cache(maxsize=64)

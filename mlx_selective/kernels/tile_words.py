@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from .kernel import Kernel
+from .threadgroup_memory import block_bytes
 
 _KERNEL = Kernel("check/tile_words.metal")
 #: the tiles' sizes: rows, columns, depth
@@ -53,7 +54,7 @@ def tile_words(a: mx.array, b: mx.array, v: mx.array) -> list[mx.array]:
         threadgroup=(32, 1, 1),
         output_shapes=shapes,
         output_dtypes=[mx.float32] * 7 + [a.dtype],
-        shared_memory=(ROWS + COLUMNS) * (DEPTH + 16 // a.dtype.size) * a.dtype.size,
+        shared_memory=block_bytes(ROWS + COLUMNS, DEPTH, a.dtype),
     )
 
 

@@ -210,7 +210,7 @@ def test_a_prompt_longer_than_sixteen_bits_count():
     q, k, v = normal(T=40_000, heads=(1, 1))
 
     def begun(kernel, **call):
-        return metal_host.execute(kernel, **call | {"grid": (*call["grid"][:2], 2)})
+        return metal_host.execute(kernel, **call | {"grid": (call["grid"][0], 2, 1)})
 
     with launched_by(begun):
         out = causal_attention(q, k, v, scale=0.125)[:, :, :64]
