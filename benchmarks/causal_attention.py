@@ -1,6 +1,7 @@
 """Plain causal attention on the tile vocabulary beside MLX's own fused attention, on a GPU.
 
-``python benchmarks/causal_attention.py [--dtype bfloat16] [--heads 32]`` prints the table of
+``python benchmarks/causal_attention.py [--dtype bfloat16] [--heads 32]
+[--lengths 4096 16384]`` prints the table of
 docs/performance.md. Each shape is compared before it is timed, and the script fails where the
 results differ.
 
@@ -10,6 +11,7 @@ and a key that it sees, N (N + 1) / 2 of them, over that time. Nothing else coun
 """
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import time
@@ -19,7 +21,7 @@ import mlx.core as mx
 
 from mlx_selective.kernels.causal_attention import causal_attention
 
-SHAPES = [(4096, 64), (16384, 64), (4096, 128), (16384, 128)]
+HEAD_SIZES = (64, 128)
 #: root mean square difference of two results in half precision, relative
 LIMIT = 5e-3
 ROUNDS, TOGETHER = 9, 10
@@ -30,11 +32,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--heads", default=32, type=int)
+    parser.add_argument("--lengths", default=[4096, 16384], type=int, nargs="+")
     options = parser.parse_args()
     dtype, heads = getattr(mx, options.dtype), options.heads
     print(f"{card()}, mlx {mx.__version__}, {options.dtype}, B 1, H {heads}")
     print("     N    D   difference   kernel ms  TFLOP/s   mx.fast ms  TFLOP/s   ratio")
-    for N, D in SHAPES:
+    for D, N in itertools.product(HEAD_SIZES, options.lengths):
         mx.random.seed(0)
         q, k, v = (mx.random.normal((1, heads, N, D)).astype(dtype) for _ in range(3))
         mx.eval(q, k, v)

@@ -7,6 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
+# pytest-xdist's workers share the cores: one thread each.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # mlx's Linux wheel links reference BLAS; an OpenBLAS loaded first takes its place (30x faster).
 if sys.platform == "linux" and (openblas := ctypes.util.find_library("openblas")):
     ctypes.CDLL(openblas, mode=ctypes.RTLD_GLOBAL)

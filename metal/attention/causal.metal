@@ -21,8 +21,12 @@ METAL_FUNC void mask_causal(thread Tile<R, C>& s, int ahead, int keys, Lane lane
   }
 }
 
-// The first half of a block of the running softmax: `largest` takes in the logits in s, and what was
-// summed before is brought to the new scale.
+// Weights are relative to `largest`, a logit that no other of the row exceeds by more than a factor of
+// 2^SLACK in weight. It follows only what goes beyond that: most blocks then need no exchange between
+// lanes and leave what was summed as it is.
+constant constexpr const float SLACK = 8;
+
+// The first half of a block of the running softmax: `largest` takes in the logits in s.
 template <int R, int C, int D>
 METAL_FUNC void raise_largest(
     const thread Tile<R, C>& s,
@@ -30,20 +34,26 @@ METAL_FUNC void raise_largest(
     thread Rows<R>& largest,
     thread Rows<R>& total,
     float scale) {
-  Rows<R> before = largest;
-  reduce_rows<Max>(largest, s);
-  bool moved = false;
+  Rows<R> found(-INFINITY);
+  reduce_lane_rows<Max>(found, s);
+  bool beyond = false;
 #pragma unroll
   for (short i = 0; i < Rows<R>::SIZE; i++) {
-    moved = moved || before[i] != largest[i];
-    before[i] = metal::fast::exp2((before[i] - largest[i]) * scale);
-    total[i] *= before[i];
+    beyond = beyond || (found[i] - largest[i]) * scale > SLACK;
   }
-  // Later blocks seldom bring a larger logit.
-  if (metal::simd_any(moved)) {
+  if (metal::simd_any(beyond)) {
+    combine_lanes<Max>(found);
+#pragma unroll
+    for (short i = 0; i < Rows<R>::SIZE; i++) {
+      found[i] = metal::max(found[i], largest[i]);
+      const float factor = metal::fast::exp2((largest[i] - found[i]) * scale);
+      largest[i] = found[i];
+      found[i] = factor;
+      total[i] *= factor;
+    }
 #pragma unroll
     for (short e = 0; e < o.SIZE; e++) {
-      o[e] *= before[o.row_index(e)];
+      o[e] *= found[o.row_index(e)];
     }
   }
 }
@@ -146,14 +156,14 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     } else {
       multiply_transposed(s, held, ks, in_simdgroup);
     }
-    // Apart from the keys' copy: many at once hold up the products behind them.
-    if (PAIRS == 2 && coming < seen) {
-      copy_block<BK, D, THREADS>(ks_coming + BLOCK, value + long(coming) * D, D, keys - coming, index);
-    }
     if (first + BK > metal::min(keys, mine + offset + 1)) {
       mask_causal(s, mine + offset - first, keys - first, lane);
     }
     raise_largest(s, o, largest, total, scale_log2);
+    // Apart from the keys' copy: many at once hold up the products behind them.
+    if (PAIRS == 2 && coming < seen) {
+      copy_block<BK, D, THREADS>(ks_coming + BLOCK, value + long(coming) * D, D, keys - coming, index);
+    }
     add_weighted(s, o, largest, total, scale_log2, ks + BLOCK, in_simdgroup);
   }
 

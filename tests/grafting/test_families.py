@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from feeding import difference, feed
+from feeding import ROUNDING, difference, feed
 from mlx_lm.models.cache import KVCache
 from tiny import config_of, grafted, present, randomise, stock, tokens
 from tiny_families import MORE
@@ -40,7 +40,7 @@ def test_cached_is_whole(family, kind):
     whole = model(ids)
     assert difference(whole, before) > 1e-3
     logits, cache = feed(model, ids, CHUNKS)
-    assert difference(logits, whole) < 2e-5
+    assert difference(logits, whole) < ROUNDING
     assert isinstance(cache[0], PrunedKVCache) == (kind == "selective")
 
 

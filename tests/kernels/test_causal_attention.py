@@ -147,6 +147,16 @@ def test_one_huge_logit_takes_all(dtype):
     assert error(out[0, 1], float64(v)[0, 0][best]) <= DTYPES[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rise", [-0.5, 0.02, 0.15, 0.5, 8])
+def test_logits_that_rise_from_key_to_key(rise, dtype):
+    """By less than the slack of a block, about it, and by more; and they fall."""
+    q, k, v = normal(dtype, T=41, earlier=59)
+    steps = (mx.arange(100) * rise).astype(dtype)[None, None, :, None]
+    q = mx.concatenate([mx.ones((1, 2, 41, 1), dtype), q[..., 1:]], 3)
+    check((q, mx.concatenate([steps, k[..., 1:] / 8], 3), v, 1.0), blocks=Blocks(32, 16, 8, 1))
+
+
 def test_random_huge_logits():
     q, k, v = normal(T=64, earlier=20)
     check((1e4 * q, k, v, 0.125))

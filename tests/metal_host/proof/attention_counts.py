@@ -81,7 +81,8 @@ def own_counts(problem: Problem) -> dict[str, object]:
     return {
         # products; for each logit the argument of its exponential
         "multiply_accumulates": at.blocks * at.bq * at.bk * (2 * D + 1),
-        "special_functions": at.blocks * (at.bq * at.bk + 32 * WM),
+        # its weight; and once for each lane where the first block sets the scale, which others keep
+        "special_functions": at.blocks * at.bq * at.bk + at.groups * 32 * WM,
         "barriers": 2 * at.blocks,
         "device_read": {"q": queries, "k": at.rows * D * size, "v": at.rows * D * size},
         "device_written": {"out": queries},
