@@ -6,7 +6,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 
 from mlx_selective import PrunedKVCache
 
-#: Relative difference of float32 logits that other orders of summation, of other machines' BLAS, may
+#: Relative difference of float32 logits that other orders of summation, as on other machines, may
 #: make: 3e-5 was seen where sharp temperatures meet. One key too many makes more than 1e-3.
 ROUNDING = 1e-4
 

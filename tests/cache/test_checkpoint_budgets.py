@@ -9,6 +9,8 @@ import pytest
 from mlx_selective import load, make_prompt_cache
 
 BUDGETS = ["full", "256", "128", "64", "32", "16"]
+#: the others change nothing but a number
+QUICK = {"full", "64", "16"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,9 @@ def perplexity(model, documents, budget):
     return float(np.exp(loss.item() / documents[:, 1:].size)), cache
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "budget", [pytest.param(b, marks=() if b in QUICK else pytest.mark.slow) for b in BUDGETS]
+)
 def test_perplexity(budget, model, expected):
     stated, documents = expected
     assert set(stated) == set(BUDGETS)
