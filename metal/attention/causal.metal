@@ -1,12 +1,10 @@
 // Plain causal attention, softmax(scale q k^T) v, to prove the tile vocabulary and to be measured
 // beside mx.fast.scaled_dot_product_attention. One threadgroup takes BQ queries of one head, each of
-// its simdgroups R of them, and goes through the keys in blocks of BK with a running softmax
-// (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135).
+// its simdgroups R of them, and goes through the keys in blocks of BK with a running softmax.
 // PAIRS blocks of keys and values have room in threadgroup memory: with 2 the next is on its way while
 // one is multiplied.
 #include "../tile/memory.h"
-#include "../tile/multiply.h"
-#include "../tile/reduce.h"
+#include "../tile/softmax.h"
 
 // Keys later than the query, and keys beyond the last, weigh nothing. `ahead` is the position of the
 // tile's first query minus that of its first key, `keys` what is left of the keys.
@@ -18,66 +16,6 @@ METAL_FUNC void mask_causal(thread Tile<R, C>& s, int ahead, int keys, Lane lane
     if (key > s.row(e, lane) + ahead || key >= keys) {
       s[e] = -INFINITY;
     }
-  }
-}
-
-// Weights are relative to `largest`, a logit that no other of the row exceeds by more than a factor of
-// 2^SLACK in weight. It follows only what goes beyond that: most blocks then need no exchange between
-// lanes and leave what was summed as it is.
-constant constexpr const float SLACK = 8;
-
-// The first half of a block of the running softmax: `largest` takes in the logits in s.
-template <int R, int C, int D>
-METAL_FUNC void raise_largest(
-    const thread Tile<R, C>& s,
-    thread Tile<R, D>& o,
-    thread Rows<R>& largest,
-    thread Rows<R>& total,
-    float scale) {
-  Rows<R> found(-INFINITY);
-  reduce_lane_rows<Max>(found, s);
-  bool beyond = false;
-#pragma unroll
-  for (short i = 0; i < Rows<R>::SIZE; i++) {
-    beyond = beyond || (found[i] - largest[i]) * scale > SLACK;
-  }
-  if (metal::simd_any(beyond)) {
-    combine_lanes<Max>(found);
-#pragma unroll
-    for (short i = 0; i < Rows<R>::SIZE; i++) {
-      found[i] = metal::max(found[i], largest[i]);
-      const float factor = metal::fast::exp2((largest[i] - found[i]) * scale);
-      largest[i] = found[i];
-      found[i] = factor;
-      total[i] *= factor;
-    }
-#pragma unroll
-    for (short e = 0; e < o.SIZE; e++) {
-      o[e] *= found[o.row_index(e)];
-    }
-  }
-}
-
-// The second half: weights relative to `largest`, their sums, and their product with the values. A few
-// keys at a time, so that the exponentials of some are formed while others are multiplied.
-template <typename T, int R, int C, int D>
-METAL_FUNC void add_weighted(
-    const thread Tile<R, C>& s,
-    thread Tile<R, D>& o,
-    const thread Rows<R>& largest,
-    thread Rows<R>& total,
-    float scale,
-    const threadgroup T* vs,
-    ushort index) {
-#pragma unroll
-  for (short c = 0; c < C; c += 16) {
-    Tile<R, 16> w = columns<16>(s, c);
-#pragma unroll
-    for (short e = 0; e < w.SIZE; e++) {
-      w[e] = metal::fast::exp2(metal::fma(w[e], scale, -scale * largest[w.row_index(e)]));
-    }
-    reduce_lane_rows<Sum>(total, w);
-    multiply(o, operand<T>(w), vs + c * Block<T, D>::PITCH, index);
   }
 }
 
@@ -125,7 +63,7 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
 
   Tile<R, D> o;
   o.fill(0);
-  Rows<R> largest(-INFINITY), total(0);
+  Rows<R> largest(LEAST), total(0);
   const float scale_log2 = scale[0] * M_LOG2E_F;
   const int seen = metal::min(keys, start + BQ + offset);
   if constexpr (PAIRS == 2) {
@@ -167,14 +105,6 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     add_weighted(s, o, largest, total, scale_log2, ks + BLOCK, in_simdgroup);
   }
 
-  combine_lanes<Sum>(total);
-#pragma unroll
-  for (short i = 0; i < Rows<R>::SIZE; i++) {
-    total[i] = 1 / total[i];
-  }
-#pragma unroll
-  for (short e = 0; e < o.SIZE; e++) {
-    o[e] *= total[o.row_index(e)];
-  }
+  divide(o, total);
   store(o, out + (long(head) * queries + mine) * D, D, queries - mine, in_simdgroup);
 }

@@ -73,7 +73,7 @@ template <typename T, int R, int C, int K>
   store(t, reverse_sum, C, R, index);
   t = s;
   Cols<C> carry(1);
-  scan_columns(t, carry, index);
+  scan_columns<true>(t, carry, index);
   store(t, column_sum, C, R, index);
 
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);

@@ -13,6 +13,18 @@ METAL_FUNC void copy_vector(T* destination, const T* source, bool full) {
 }
 METAL_FUNC void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+METAL_FUNC void load_pair(float& a, float& b, const float* p) {
+  const float2 both = *reinterpret_cast<const float2*>(p);
+  a = both.x, b = both.y;
+}
+METAL_FUNC void load_pair(float& a, float& b, const __half* p) {
+  const float2 both = __half22float2(*reinterpret_cast<const __half2*>(p));
+  a = both.x, b = both.y;
+}
+METAL_FUNC void load_pair(float& a, float& b, const __nv_bfloat16* p) {
+  const float2 both = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p));
+  a = both.x, b = both.y;
+}
 METAL_FUNC void store_pair(float* p, float a, float b) { *reinterpret_cast<float2*>(p) = make_float2(a, b); }
 METAL_FUNC void store_pair(__half* p, float a, float b) {
   *reinterpret_cast<__half2*>(p) = __floats2half2_rn(a, b);
@@ -29,6 +41,11 @@ METAL_FUNC void copy_vector(threadgroup T* destination, const device T* source, 
 }
 METAL_FUNC void copy_wait() {}
 
+template <typename T>
+METAL_FUNC void load_pair(thread float& a, thread float& b, const device T* p) {
+  a = float(p[0]);
+  b = float(p[1]);
+}
 template <typename T>
 METAL_FUNC void store_pair(device T* p, float a, float b) {
   p[0] = T(a);
@@ -75,13 +92,16 @@ METAL_FUNC void copy_block(
   }
 }
 
-// A tile from device memory, rows `ld` elements apart; rows from `rows` on become zero.
+// A tile from device memory, rows `ld` elements apart, an even number; rows from `rows` on become zero.
 template <typename T, int R, int C>
 METAL_FUNC void load(thread Tile<R, C>& s, const device T* source, int ld, int rows, ushort index) {
   const Lane lane(index);
 #pragma unroll
-  for (short e = 0; e < s.SIZE; e++) {
-    s[e] = s.row(e, lane) < rows ? float(source[s.row(e, lane) * ld + s.col(e, lane)]) : 0.0f;
+  for (short e = 0; e < s.SIZE; e += 2) {
+    s[e] = s[e + 1] = 0;
+    if (s.row(e, lane) < rows) {
+      load_pair(s[e], s[e + 1], source + s.row(e, lane) * ld + s.col(e, lane));
+    }
   }
 }
 

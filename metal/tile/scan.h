@@ -51,8 +51,8 @@ struct Cols {
   METAL_FUNC short col(short i, Lane lane) const { return i / 2 * Fragment::COLS + i % 2 + lane.col; }
 };
 
-// Down each column: s[r, c] = carry[c] + sum of s[r', c] over r' <= r.
-template <int R, int C>
+// Down each column: s[r, c] = carry[c] + sum of s[r', c] over r' <= r (OWN: also the row's own, or r' < r).
+template <bool OWN, int R, int C>
 METAL_FUNC void scan_columns(thread Tile<R, C>& s, thread Cols<C>& carry, ushort index) {
 #pragma unroll
   for (short c = 0; c < Cols<C>::SIZE; c++) {
@@ -64,7 +64,7 @@ METAL_FUNC void scan_columns(thread Tile<R, C>& s, thread Cols<C>& carry, ushort
       scan_step(before, total, index, Fragment::ROW_1, false);
       scan_step(before, total, index, Fragment::ROW_2, false);
       scan_step(before, total, index, Fragment::ROW_4, false);
-      s[e] += before;
+      s[e] = OWN ? before + s[e] : before;
       carry[c] += total;
     }
   }

@@ -58,6 +58,8 @@ struct Tile {
   METAL_FUNC short row_index(short e) const {
     return e / (COLS * Fragment::SIZE) * Fragment::LANE_ROWS + e % Fragment::SIZE / 2;
   }
+  // Which of a Cols<C>'s values.
+  METAL_FUNC short col_index(short e) const { return e / Fragment::SIZE % COLS * 2 + e % 2; }
 
  private:
   METAL_FUNC static short index(short i, short j) { return (i * COLS + j) * Fragment::SIZE; }

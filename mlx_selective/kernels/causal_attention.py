@@ -6,11 +6,11 @@ vocabulary end to end and to be measured beside MLX's own.
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from .backend import find_backend
+from .blocks import Blocks, heads_together
 from .choice import FLOATS
 from .kernel import Kernel
 from .threadgroup_memory import block_bytes
@@ -19,21 +19,6 @@ _KERNEL = Kernel("attention/causal.metal")
 
 #: head sizes D that the kernel is written for
 HEAD_SIZES = (64, 80, 96, 128)
-
-
-class Blocks(NamedTuple):
-    """The sizes of a threadgroup's work.
-
-    ``queries`` in all, ``rows`` for each simdgroup; ``keys`` in a block, with room for ``pairs``
-    of blocks of keys and values; ``staged``: the queries wait in threadgroup memory, for want
-    of registers.
-    """
-
-    queries: int
-    keys: int
-    rows: int
-    pairs: int
-    staged: bool = False
 
 
 #: By backend, bytes of an element and head size. Metal: MLX's own sizes (steel_attention). CUDA: as
@@ -52,10 +37,6 @@ BLOCKS = {
     ("cuda", 4): dict.fromkeys((64, 80), Blocks(128, 32, 32, 2, True))
     | dict.fromkeys((96, 128), Blocks(128, 32, 32, 1, True)),
 }
-
-#: bytes of keys and values that are read at about the same time, so that they stay in the GPU's
-#: second-level cache (60 MB on an H200; from 32 to 128 MB was within 2 % there)
-CACHE = 64 << 20
 
 
 def causal_attention(
@@ -88,7 +69,7 @@ def causal_attention(
     backend = find_backend().name or "metal"
     blocks = blocks or BLOCKS[backend, q.dtype.size][D]
     threads = blocks.queries // blocks.rows * 32
-    wide = _heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
+    wide = heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
     (out,) = _KERNEL(
         inputs=[q, k, v, *_numbers(T, N, H // heads, scale)],
         template={
@@ -123,11 +104,6 @@ def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
         raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale}.")
-
-
-def _heads_together(heads: int, each: int) -> int:
-    """How many heads are worked at side by side, if keys and values of one take ``each`` bytes."""
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * each <= CACHE))
 
 
 @lru_cache(maxsize=64)

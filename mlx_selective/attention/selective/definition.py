@@ -1,10 +1,13 @@
-"""Selective attention in plain MLX: the definition, and the path where no kernel applies.
+"""Selective attention: the definition in plain MLX, which also runs where no kernel applies.
 
 Leviathan, Kalman, Matias: Selective Attention Improves Transformer, arXiv 2410.02703.
 """
 
+from functools import partial
+
 import mlx.core as mx
 
+from ...kernels.selective import selective
 from ..blocks import QUERY_BLOCK, scan_queries
 from ..heads import check_heads, head_logits, masked_softmax, weigh_values
 from ..visibility import Visibility, document_positions
@@ -21,8 +24,9 @@ def selective_attention(
     F: mx.array | None = None,
     segment_ids: mx.array | None = None,
     return_F: bool = False,
+    return_remaining: bool = False,
     block_size: int = QUERY_BLOCK,
-) -> mx.array | tuple[mx.array, mx.array]:
+) -> mx.array | tuple[mx.array, ...]:
     """Attention in which earlier queries can make later ones forget a key.
 
     With z the causal logits of all heads, and positions counted from 0::
@@ -52,10 +56,14 @@ def selective_attention(
             equal ids. A query sees its own document only, whose first token is never forgotten.
             Not together with positions.
         return_F: also return F after these queries.
-        block_size: queries per block.
+        return_remaining: also return how much of its memory each query still needs, the sum of
+            1 - min(F[i, j], 1) over the keys j that query i sees: what the paper's memory loss
+            counts, with tau = 1.
+        block_size: queries per block, where no kernel runs.
 
     Returns:
-        The output (B, H, T, Dv) in q's dtype; with ``return_F`` also F (B, N), float32.
+        The output (B, H, T, Dv) in q's dtype; with ``return_F`` also F (B, N), float32; with
+        ``return_remaining`` also that, (B, T), float32, 0 for padding.
 
     Accumulation is in float32. Peak memory beside inputs and outputs, with L = B * H *
     block_size * N * 4 bytes for the logits of one block: q, k and v in float32, F at the start
@@ -84,6 +92,25 @@ def selective_attention(
     if F.shape != (B, N):
         raise ValueError(f"F must be {(B, N)} as the keys are, got {F.shape}.")
 
+    settings = {
+        "scale": scale,
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+        "remaining": return_remaining,
+    }
+    plain = partial(_plain, documents=documents, block_size=block_size, **settings)
+    results = None
+    if documents is None:
+        results = selective(q, k, v, F, plain=plain, **settings)
+    output, F, *remaining = results or plain(q, k, v, F)
+    results = [output, *([F] if return_F else []), *remaining]
+    return tuple(results) if len(results) > 1 else output
+
+
+def _plain(q, k, v, F, *, scale, query_positions, key_positions, remaining, documents, block_size):
+    """[output, F after, and, where asked for, remaining (B, T)], block by block."""
+    N = k.shape[2]
+
     def block(F, q, k, v, start):
         end, reach = start + q.shape[2], k.shape[2]
         own, key = query_positions[:, start:end, None], key_positions[:, None, :reach]
@@ -91,20 +118,21 @@ def selective_attention(
         if documents is not None:
             visible = visible & documents.of_block(start, end, reach)[:, 0]
         # The first token is never forgotten, and a token never makes anyone forget itself.
-        output, added = _attend(q, k, v, F[:, :reach], visible, visible & (key > 0) & (key < own))
+        selectable = visible & (key > 0) & (key < own)
+        output, added, F_rows = _attend(q, k, v, F[:, :reach], visible, selectable)
         if reach < N:
             added = mx.pad(added, ((0, 0), (0, N - reach)))
-        return [F + added, output]
+        needed = mx.where(visible, 1 - mx.minimum(F_rows, 1), 0).sum(axis=-1)[:, None]
+        return [F + added, output, *([needed] if remaining else [])]
 
     scaled = q.astype(mx.float32) * scale
     k, v = k.astype(mx.float32), v.astype(mx.float32)
-    F, output = scan_queries(block, F, scaled, k, v, block_size=block_size)
-    output = output.astype(q.dtype)
-    return (output, F) if return_F else output
+    F, output, *needed = scan_queries(block, F, scaled, k, v, block_size=block_size)
+    return [output.astype(q.dtype), F, *(one[:, 0] for one in needed)]
 
 
 def _attend(q, k, v, F, visible, selectable):
-    """One block of queries, scaled: its output, and what it adds to F."""
+    """One block of queries, scaled: its output, what it adds to F, and F as each query sees it."""
     z = head_logits(q, k)
     S = mx.where(selectable, mx.maximum(z[:, 0], 0), 0)
     # Exclusive over queries: what a query selects counts for later ones only.
@@ -112,4 +140,4 @@ def _attend(q, k, v, F, visible, selectable):
     if S.shape[1] > 1:
         F_rows = F_rows + mx.cumsum(S, axis=1, inclusive=False)
     weights = masked_softmax(z - F_rows[:, None], visible[:, None])
-    return weigh_values(weights, v), S.sum(axis=1)
+    return weigh_values(weights, v), S.sum(axis=1), F_rows

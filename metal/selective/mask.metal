@@ -1,0 +1,110 @@
+// Selective attention's F for a chunk of queries (Leviathan, Kalman, Matias, arXiv 2410.02703): head 0's
+// logits, summed over earlier queries, as the additive mask of all heads. A simdgroup takes 16
+// keys and goes down the chunk's queries, R at a time, with its running sums in registers.
+#include "../tile/memory.h"
+#include "../tile/multiply.h"
+#include "../tile/reduce.h"
+#include "../tile/scan.h"
+
+// q (B, T, D) and k (B, N, D), head 0 alone; query_positions (B, TP) and key_positions (B, P), negative for
+// padding and beyond the last, P a multiple of 16, TP > T; before (B, P), F of earlier queries.
+// sizes {T, N, P, TP, start, rows}: the chunk is the `rows` queries from `start` on; numbers {scale, tau}.
+//   mask (B, rows, P)       -F / scale as query i sees key j, -inf where it does not see it. Not written
+//                           where no query of the same ALIGN sees a key of the threadgroup.
+//   after (B, P)            F after the chunk
+//   remaining (B, rows, P / 16)  sum over 16 keys of 1 - min(F, tau) / tau where the query sees them
+// Grid: ceil(P / KEYS), B threadgroups of KEYS / 16 simdgroups. ALIGN: a multiple of R.
+template <typename T, typename M, int D, int KEYS, int R, int ALIGN, bool REMAINING>
+[[kernel]] void selective_mask(
+    const device T* q [[buffer(0)]],
+    const device T* k [[buffer(1)]],
+    const device int* query_positions [[buffer(2)]],
+    const device int* key_positions [[buffer(3)]],
+    const device float* before [[buffer(4)]],
+    const constant int* sizes [[buffer(5)]],
+    const constant float* numbers [[buffer(6)]],
+    device M* mask [[buffer(7)]],
+    device float* after [[buffer(8)]],
+    device float* remaining [[buffer(9)]],
+    uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
+    uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
+    uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
+    uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
+  constexpr int PITCH = Block<T, D>::PITCH, THREADS = KEYS * 2, C = 16;
+  THREADGROUP_MEMORY(T, memory, (KEYS + R) * PITCH);
+  threadgroup T* const ks = memory + R * PITCH;
+
+  const ushort index = thread_index_in_threadgroup, in_simdgroup = thread_index_in_simdgroup;
+  const Lane lane(in_simdgroup);
+  const int queries = sizes[0], keys = sizes[1], pitch = sizes[2], rows = sizes[5];
+  const float scale = numbers[0], inverse_scale = 1 / scale, inverse_tau = 1 / numbers[1];
+  const long b = threadgroup_position_in_grid.y;
+  const int first = threadgroup_position_in_grid.x * KEYS; // the threadgroup's first key
+  const int mine = first + simdgroup_index_in_threadgroup * C;
+  const bool inside = mine < pitch;
+  const device T* query = q + (b * queries + sizes[4]) * D;
+  const device int* own = query_positions + b * sizes[3] + sizes[4];
+
+  Cols<C> F;
+  int key[Cols<C>::SIZE];
+#pragma unroll
+  for (short i = 0; i < F.SIZE; i++) {
+    const long at = b * pitch + mine + F.col(i, lane);
+    F[i] = inside ? before[at] : 0.0f;
+    key[i] = inside ? key_positions[at] : -1;
+  }
+  copy_block<KEYS, D, THREADS>(ks, k + (b * keys + first) * D, D, keys - first, index);
+
+  // Queries stand behind all keys but their own: those before see nothing of these.
+  const int seen = metal::max(0, first - (keys - queries) - sizes[4]) / ALIGN * ALIGN;
+  for (int top = seen; top < rows; top += R) {
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    copy_block<R, D, THREADS>(memory, query + long(top) * D, D, rows - top, index);
+    copy_wait();
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    if (!inside) {
+      continue;
+    }
+    Tile<R, C> s;
+    s.fill(0);
+    Staged<T, R, D> staged;
+    staged.rows = memory;
+    multiply_transposed(s, staged, ks + (mine - first) * PITCH, in_simdgroup);
+
+#pragma unroll
+    for (short e = 0; e < s.SIZE; e++) {
+      const int position = key[s.col_index(e)];
+      // The first token is never forgotten, and a token never makes anyone forget itself.
+      const bool selects = position > 0 && position < own[top + s.row(e, lane)];
+      s[e] = selects ? metal::max(s[e] * scale, 0.0f) : 0.0f;
+    }
+    scan_columns<false>(s, F, in_simdgroup);
+
+    Rows<R> needed(0);
+#pragma unroll
+    for (short e = 0; e < s.SIZE; e++) {
+      const int position = key[s.col_index(e)];
+      const bool visible = position >= 0 && position <= own[top + s.row(e, lane)];
+      needed[s.row_index(e)] += visible ? 1 - metal::min(s[e] * inverse_tau, 1.0f) : 0.0f;
+      s[e] = visible ? -s[e] * inverse_scale : -INFINITY;
+    }
+    store(s, mask + (b * rows + top) * pitch + mine, pitch, rows - top, in_simdgroup);
+    if constexpr (REMAINING) {
+      combine_lanes<Sum>(needed);
+#pragma unroll
+      for (short i = 0; i < needed.SIZE; i++) {
+        const int row = top + needed.row(i, lane);
+        if (lane.col == 0 && row < rows) {
+          remaining[(b * rows + row) * (pitch / C) + mine / C] = needed[i];
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (short i = 0; i < F.SIZE; i++) {
+    if (inside && lane.row == 0) {
+      after[b * pitch + mine + F.col(i, lane)] = F[i];
+    }
+  }
+}

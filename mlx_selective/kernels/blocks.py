@@ -1,0 +1,35 @@
+"""How the work of an attention kernel is cut: a threadgroup's blocks, and heads side by side."""
+
+from typing import NamedTuple
+
+#: bytes of keys and values that are read at about the same time, so that they stay in the GPU's
+#: second-level cache (60 MB on an H200; from 32 to 128 MB was within 2 % there)
+CACHE = 64 << 20
+
+
+class Blocks(NamedTuple):
+    """The sizes of a threadgroup's work.
+
+    ``queries`` in all, ``rows`` for each simdgroup; ``keys`` in a block, with room for ``pairs``
+    of blocks of keys and values; ``staged``: the queries wait in threadgroup memory, for want
+    of registers.
+    """
+
+    queries: int
+    keys: int
+    rows: int
+    pairs: int
+    staged: bool = False
+
+
+def heads_together(heads: int, each: int) -> int:
+    """How many heads to work at side by side, so that their keys and values stay in the cache.
+
+    Args:
+        heads: B times H.
+        each: bytes of the keys and values of one head.
+
+    Returns:
+        A divisor of heads.
+    """
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * each <= CACHE))

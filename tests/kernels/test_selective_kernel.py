@@ -1,0 +1,209 @@
+"""Selective attention's kernels as Metal text on the processor, against NumPy float64."""
+
+import metal_host
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from covering import covering, every
+from methods import error, float64
+
+from mlx_selective import selective_attention
+from mlx_selective.kernels import launched_by, outputs_start_as, record
+from mlx_selective.kernels import selective as module
+from mlx_selective.kernels.selective import selective
+
+pytest.importorskip("ziglang")
+
+DTYPES = {mx.float32: 2e-7, mx.float16: 1e-4, mx.bfloat16: 1e-3}  # and what is no error yet
+SHAPES = {
+    "dtype": list(DTYPES),
+    "D": [64, 80, 96, 128],
+    "T": [2, 7, 31, 33, 127],
+    "earlier": [0, 1, 30, 77],  # keys before the first query
+    "heads": [(1, 1), (4, 1), (6, 2)],  # H, Hkv
+    "B": [1, 2],
+    "pad": [0, 1, 5],  # tokens of padding before the last row's first
+    "chunk": [None, 32, 64],
+}
+
+
+def definition(q, k, v, F, scale, query_positions, key_positions):
+    """Output, F after the queries, and remaining memory; everything NumPy float64."""
+    H = q.shape[1]
+    k, v = oracle.repeat_heads(k, H), oracle.repeat_heads(v, H)
+    z = scale * np.einsum("bhid,bhjd->bhij", q, k)
+    key, own = key_positions[:, None], query_positions[:, :, None]
+    visible = (key >= 0) & (key <= own)
+    S = np.where(visible & (key > 0) & (key < own), np.maximum(z[:, 0], 0), 0)
+    rows = F[:, None] + np.pad(np.cumsum(S, 1), ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    z = np.where(visible[:, None], z - rows[:, None], -np.inf)
+    most = z.max(-1, keepdims=True)
+    e = np.exp(z - np.where(np.isfinite(most), most, 0))
+    total = e.sum(-1, keepdims=True)
+    out = (e / np.where(total == 0, 1, total)) @ v
+    needed = np.where(visible, 1 - np.minimum(rows, 1), 0).sum(-1)
+    return out, F + S.sum(1), needed
+
+
+def problem(dtype=mx.float32, D=64, T=7, earlier=0, heads=(2, 1), B=1, pad=0, seed=0):
+    """q, k, v, F and the positions of queries and keys, as a cache would hand them over."""
+    N, keys = T + earlier, mx.random.split(mx.random.key(seed), 4)
+    shapes = [(B, heads[0], T, D), (B, heads[1], N, D), (B, heads[1], N, D)]
+    q, k, v = (
+        mx.random.normal(shape, key=key).astype(dtype)
+        for shape, key in zip(shapes, keys, strict=False)
+    )
+    key_positions = np.tile(np.arange(N), (B, 1))
+    key_positions[-1] -= min(pad, N - 1)
+    F = mx.random.uniform(0, 3, (B, N), key=keys[3])
+    F = mx.where((mx.arange(N) < earlier) & (mx.array(key_positions) > 0), F, 0)
+    positions = mx.array(np.maximum(key_positions, -1).astype(np.int32))
+    return q, k, v, F, positions[:, earlier:], positions
+
+
+def on_host(q, k, v, F, query_positions, key_positions, scale, chunk=None):
+    """Output, F and remaining memory; they begin as NaN, so that what is not written shows."""
+    positions = {"query_positions": query_positions, "key_positions": key_positions}
+    with launched_by(metal_host.execute), outputs_start_as(float("nan")):
+        results = selective(
+            q, k, v, F, scale=scale, plain=None, remaining=True, chunk=chunk, **positions
+        )
+        mx.eval(results)
+    return results
+
+
+def plain(q, k, v, F, query_positions, key_positions, scale):
+    positions = {"query_positions": query_positions, "key_positions": key_positions}
+    return selective_attention(
+        q, k, v, scale=scale, F=F, return_F=True, return_remaining=True, **positions
+    )
+
+
+def check(*problems, chunk=None):
+    """Over all problems, at most twice the error of plain MLX in that dtype, and a floor."""
+    found = []
+    for arrays, scale in problems:
+        results = on_host(*arrays, scale, chunk)
+        assert [one.dtype for one in results] == [arrays[0].dtype, mx.float32, mx.float32]
+        truth = definition(*map(float64, arrays[:4]), scale, *(np.array(p) for p in arrays[4:]))
+        found.append((results, plain(*arrays, scale), truth))
+    for one, floor in enumerate((DTYPES[problems[0][0][0].dtype], 2e-7, 2e-7)):
+        ours, theirs, truths = (
+            np.concatenate([np.ravel(as_float(f[side][one])) for f in found]) for side in range(3)
+        )
+        assert error(ours, truths) <= 2 * error(theirs, truths) + floor
+
+
+def as_float(array):
+    return float64(array) if isinstance(array, mx.array) else array
+
+
+def check_shape(seed, D, B, heads, T, chunk, **case):
+    """Few rows are drawn several times: the error of one row alone is a matter of luck."""
+    draws = -(-16 // (B * heads[0] * T))
+    case |= {"D": D, "B": B, "heads": heads, "T": T}
+    check(*((problem(**case, seed=100 * seed + i), D**-0.5) for i in range(draws)), chunk=chunk)
+
+
+def names(case):
+    return "-".join(str(value).replace("mlx.core.", "") for value in case.values())
+
+
+CASES = covering(SHAPES)
+
+
+def test_the_definition_is_the_oracle():
+    arrays = problem(T=20, heads=(4, 2), B=2)
+    q, k, v, F = map(float64, arrays[:4])
+    out, F_after, needed = definition(q, k, v, F, 0.3, *(np.array(p) for p in arrays[4:]))
+    truth, rows = oracle.selective(q, k, v, 0.3)
+    assert np.allclose(out, truth)
+    assert np.allclose(needed, np.tril(1 - np.minimum(rows, 1)).sum(-1))
+
+
+@pytest.mark.parametrize("seed, case", list(enumerate(CASES)), ids=map(names, CASES))
+def test_shapes(seed, case):
+    check_shape(seed, **case)
+
+
+@pytest.mark.slow
+def test_every_shape():
+    for seed, case in enumerate(every(SHAPES)):
+        check_shape(seed, **case)
+
+
+def test_a_thousand_queries():
+    check((problem(T=1000, heads=(2, 1)), 0.125), chunk=512)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_is_forgotten_but_the_first_and_the_own(dtype):
+    """Head 0 selects everything strongly: F passes what float16 counts, and nothing is NaN."""
+    q, k, v, F, *positions = problem(dtype, T=70, heads=(2, 1))
+    q = mx.concatenate([mx.abs(q[..., :1]) * 100 + 100, 0 * q[..., 1:]], -1).astype(dtype)
+    k = mx.concatenate([mx.abs(k[..., :1]) * 20 + 20, 0 * k[..., 1:]], -1).astype(dtype)
+    check(((q, k, v, F, *positions), 1.0))
+
+
+def test_keys_in_any_order_before_the_queries():
+    q, k, v, F, own, positions = problem(T=9, earlier=40, heads=(2, 2), B=2)
+    order = mx.array(np.r_[np.random.default_rng(0).permutation(40), np.arange(40, 49)])
+    moved = [k[:, :, order], v[:, :, order], F[:, order], own, positions[:, order]]
+    here, there = on_host(q, *moved, 0.125), on_host(q, k, v, F, own, positions, 0.125)
+    assert error(here[0], float64(there[0])) < 1e-6
+    assert error(here[1], float64(there[1])[:, np.array(order)]) < 1e-6
+    check(((q, *moved), 0.125))
+
+
+def test_empty_slots_among_the_keys():
+    """Rows that keep fewer keys have empty slots, whose content is anything finite."""
+    q, k, v, F, own, positions = problem(T=9, earlier=40, heads=(2, 2), B=2)
+    empty = mx.zeros((2, 49), mx.bool_)
+    empty[1, 20:40] = True
+    positions = mx.where(empty, -1, positions)
+    check(((q, k, mx.where(empty[:, None, :, None], 1e4, v), F, own, positions), 0.125))
+
+
+def test_gradients_are_those_of_the_definition(monkeypatch):
+    q, k, v, *_ = problem(T=12, heads=(2, 1))
+
+    def loss(q, k, v):
+        out, F, needed = selective_attention(
+            q, k, v, scale=0.4, return_F=True, return_remaining=True
+        )
+        return (out**2).sum() + (F * mx.arange(12)).sum() + needed.max()
+
+    with launched_by(metal_host.execute), record() as ran:
+        ours = mx.grad(loss, (0, 1, 2))(q, k, v)
+        mx.eval(ours)
+    assert "metal" in [one.backend for one in ran]
+    monkeypatch.setenv("MLX_SELECTIVE_KERNELS", "off")
+    for one, other in zip(ours, mx.grad(loss, (0, 1, 2))(q, k, v), strict=True):
+        assert error(one, float64(other)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"D": 48}, "head size 48"),
+        ({"T": 1, "earlier": 5}, "one query"),
+        ({"dtype": mx.float16, "scale": 1e-3}, "scale 0.001"),
+        ({"scale": -1.0}, "scale -1.0"),
+    ],
+)
+def test_what_plain_mlx_computes(change, reason):
+    scale = change.pop("scale", 0.125)
+    arrays = problem(**change)
+    with launched_by(metal_host.execute), record() as ran:
+        out, *_ = plain(*arrays, scale)
+    assert [(one.backend, one.reason) for one in ran] == [(None, reason)]
+    truth = definition(*map(float64, arrays[:4]), scale, *(np.array(p) for p in arrays[4:]))
+    assert error(out, truth[0]) < 2e-3
+
+
+def test_chunks_take_a_share_of_the_memory():
+    q, k = mx.zeros((1, 32, 4096, 64), mx.float16), mx.zeros((1, 32, 4096, 64), mx.float16)
+    chunk = module._chunk(q, k, 4096 * 2, 128)
+    assert chunk % 128 == 0
+    assert 4096 * 2 * chunk <= 1.1 * module.MASK_SHARE * 4 * q.nbytes
