@@ -14,6 +14,7 @@ using uint = unsigned int;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 #define M_LOG2E_F 1.44269504f
+#define M_LN2_F 0.693147181f
 
 #define THREADGROUP_MEMORY(T, name, size)                              \
   extern __shared__ __align__(16) unsigned char name##_of_block[];     \
@@ -42,6 +43,8 @@ METAL_FUNC float exp2(float x) {
 
 template <typename T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <typename T>
+METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x, lane); }
 METAL_FUNC bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }

@@ -2,6 +2,19 @@
 #pragma once
 #include "layout.h"
 
+// W neighbouring elements, widened, from an address that is a multiple of their size.
+template <int W, typename T>
+METAL_FUNC void load_run(thread float* x, const device T* source) {
+  struct alignas(W * sizeof(T)) Run {
+    T x[W];
+  };
+  const Run run = *reinterpret_cast<const device Run*>(source);
+#pragma unroll
+  for (short i = 0; i < W; i++) {
+    x[i] = float(run.x[i]);
+  }
+}
+
 template <int D>
 struct Row {
   static constant constexpr const short SIZE = (D + 31) / 32;

@@ -1,0 +1,133 @@
+// Single queries over keys that lie in device memory: HEADS of them share a head of keys, a simdgroup takes 32
+// keys at a time. While products are formed eight lanes share a key, so that rows are read in runs; then each
+// lane has the logits of one key, so that each weight is formed once.
+//
+//   Query<D, HEADS> query;  query.load(q, scale, lane);
+//   float z[HEADS];  query.logits(z, keys, first, end, lane);     // of key first + query.own(lane)
+//   query.add(z, values, first, end, lane);                       // z: weights by now
+//   query.gather(memory, h, lane);                                // D sums to threadgroup memory
+#pragma once
+#include "row.h"
+
+// Rows of D elements: where they are, from row to row, and from element to element.
+template <typename T>
+struct RowsOf {
+  const device T* start;
+  int64_t row, element;
+
+  // Every eighth run of W elements, from the part-th on.
+  template <int D, int W>
+  METAL_FUNC void read(thread float* x, int index, ushort part) const {
+    const device T* source = start + index * row;
+    if (element == 1) {
+#pragma unroll
+      for (short r = 0; r < D / 8 / W; r++) {
+        load_run<W>(x + r * W, source + (r * 8 + part) * W);
+      }
+    } else {
+#pragma unroll
+      for (short e = 0; e < D / 8; e++) {
+        x[e] = float(source[(e / W * 8 * W + part * W + e % W) * element]);
+      }
+    }
+  }
+};
+
+template <int D, int HEADS>
+struct Query {
+  static constant constexpr const short W = D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2; // read at once
+  static constant constexpr const short SIZE = D / 8; // elements of a lane
+  float q[HEADS][SIZE], o[HEADS][SIZE];
+
+  // Which of the 32 keys the lane has the logits of.
+  METAL_FUNC static short own(ushort lane) { return lane % 8 * 4 + lane / 8; }
+  METAL_FUNC static short element(short e, ushort lane) { return e / W * 8 * W + lane % 8 * W + e % W; }
+
+  // q (HEADS, D), row-contiguous.
+  template <typename T>
+  METAL_FUNC void load(const device T* source, float scale, ushort lane) {
+#pragma unroll
+    for (short h = 0; h < HEADS; h++) {
+#pragma unroll
+      for (short e = 0; e < SIZE; e++) {
+        q[h][e] = float(source[h * D + element(e, lane)]) * scale;
+        o[h][e] = 0;
+      }
+    }
+  }
+
+  // The logits of the lane's own key; anything beyond `end`.
+  template <typename T>
+  METAL_FUNC void logits(thread float* z, RowsOf<T> keys, int first, int end, ushort lane) const {
+#pragma unroll
+    for (short c = 0; c < 8; c++) {
+      float x[SIZE];
+      keys.template read<D, W>(x, metal::min(first + c * 4 + lane / 8, end - 1), lane % 8);
+#pragma unroll
+      for (short h = 0; h < HEADS; h++) {
+        float product = 0;
+#pragma unroll
+        for (short e = 0; e < SIZE; e++) {
+          product = metal::fma(q[h][e], x[e], product);
+        }
+        product += metal::simd_shuffle_xor(product, ushort(1));
+        product += metal::simd_shuffle_xor(product, ushort(2));
+        product += metal::simd_shuffle_xor(product, ushort(4));
+        z[h] = lane % 8 == c ? product : z[h];
+      }
+    }
+  }
+
+  METAL_FUNC void rescale(short h, float factor) {
+#pragma unroll
+    for (short e = 0; e < SIZE; e++) {
+      o[h][e] *= factor;
+    }
+  }
+
+  // o += weights values, the weights being those of the lanes' own keys, 0 beyond `end`.
+  template <typename T>
+  METAL_FUNC void add(const thread float* weights, RowsOf<T> values, int first, int end, ushort lane) {
+#pragma unroll
+    for (short c = 0; c < 8; c++) {
+      float x[SIZE];
+      values.template read<D, W>(x, metal::min(first + c * 4 + lane / 8, end - 1), lane % 8);
+#pragma unroll
+      for (short h = 0; h < HEADS; h++) {
+        const float weight = metal::simd_shuffle(weights[h], ushort(lane / 8 * 8 + c));
+#pragma unroll
+        for (short e = 0; e < SIZE; e++) {
+          o[h][e] = metal::fma(weight, x[e], o[h][e]);
+        }
+      }
+    }
+  }
+
+  // The simdgroup's D sums of head h.
+  METAL_FUNC void gather(threadgroup float* sums, short h, ushort lane) {
+#pragma unroll
+    for (short e = 0; e < SIZE; e++) {
+      o[h][e] += metal::simd_shuffle_xor(o[h][e], ushort(8));
+      o[h][e] += metal::simd_shuffle_xor(o[h][e], ushort(16));
+      if (lane < 8) {
+        sums[element(e, lane)] = o[h][e];
+      }
+    }
+  }
+};
+
+METAL_FUNC float simd_total(float x) {
+#pragma unroll
+  for (ushort step = 1; step < 32; step *= 2) {
+    x += metal::simd_shuffle_xor(x, step);
+  }
+  return x;
+}
+
+METAL_FUNC float simd_largest(float x) {
+#pragma unroll
+  for (ushort step = 1; step < 32; step *= 2) {
+    x = metal::max(x, metal::simd_shuffle_xor(x, step));
+  }
+  return x;
+}
