@@ -8,23 +8,25 @@
 #include "../tile/multiply.h"
 #include "../tile/reduce.h"
 
-// Keys later than the query, and keys beyond the last, weigh nothing. `ahead` is the position of the
-// tile's first query minus that of its first key, `keys` what is left of the keys.
+// Keys later than the query weigh nothing. `ahead` is the position of the tile's first query minus that of
+// its first key.
 template <int R, int C>
-METAL_FUNC void mask_causal(thread Tile<R, C>& s, int ahead, int keys, Lane lane) {
+METAL_FUNC void mask_causal(thread Tile<R, C>& s, int ahead, Lane lane) {
 #pragma unroll
   for (short e = 0; e < s.SIZE; e++) {
-    const short key = s.col(e, lane);
-    if (key > s.row(e, lane) + ahead || key >= keys) {
+    if (s.col(e, lane) > s.row(e, lane) + ahead) {
       s[e] = -INFINITY;
     }
   }
 }
 
-// Weights are relative to `largest`, a logit that no other of the row exceeds by more than a factor of
-// 2^SLACK in weight. It follows only what goes beyond that: most blocks then need no exchange between
-// lanes and leave what was summed as it is.
-constant constexpr const float SLACK = 8;
+// Weights are relative to `largest`, which no logit of the row exceeds by more than a factor of 2^SLACK in
+// weight. It follows only what goes beyond that: most blocks then need no exchange between lanes and leave
+// what was summed as it is. It is kept scaled and rounded, in base 2, and all weights use that number: what
+// rounding makes of it is then a factor of weights and total alike. Below all logits at first, and finite, so
+// that a row in which all are -inf gives weights of 0.
+constant constexpr const float LEAST = -1e30f, SLACK = 8;
+static_assert(SLACK < 15, "weights must count in half, to 65504");
 
 // The first half of a block of the running softmax: `largest` takes in the logits in s.
 template <int R, int C, int D>
@@ -39,17 +41,17 @@ METAL_FUNC void raise_largest(
   bool beyond = false;
 #pragma unroll
   for (short i = 0; i < Rows<R>::SIZE; i++) {
-    beyond = beyond || (found[i] - largest[i]) * scale > SLACK;
+    found[i] *= scale;
+    beyond = beyond || found[i] > largest[i] + SLACK;
   }
   if (metal::simd_any(beyond)) {
     combine_lanes<Max>(found);
 #pragma unroll
     for (short i = 0; i < Rows<R>::SIZE; i++) {
-      found[i] = metal::max(found[i], largest[i]);
-      const float factor = metal::fast::exp2((largest[i] - found[i]) * scale);
-      largest[i] = found[i];
-      found[i] = factor;
-      total[i] *= factor;
+      const float before = largest[i];
+      largest[i] = metal::max(before, found[i]);
+      found[i] = metal::fast::exp2(before - largest[i]);
+      total[i] *= found[i];
     }
 #pragma unroll
     for (short e = 0; e < o.SIZE; e++) {
@@ -74,7 +76,7 @@ METAL_FUNC void add_weighted(
     Tile<R, 16> w = columns<16>(s, c);
 #pragma unroll
     for (short e = 0; e < w.SIZE; e++) {
-      w[e] = metal::fast::exp2(metal::fma(w[e], scale, -scale * largest[w.row_index(e)]));
+      w[e] = metal::fast::exp2(metal::fma(w[e], scale, -largest[w.row_index(e)]));
     }
     reduce_lane_rows<Sum>(total, w);
     multiply(o, operand<T>(w), vs + c * Block<T, D>::PITCH, index);
@@ -98,6 +100,7 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
+  static_assert(BQ % R == 0 && (PAIRS == 1 || PAIRS == 2), "whole simdgroups, one or two pairs");
   constexpr int PITCH = Block<T, D>::PITCH, THREADS = BQ / R * 32;
   constexpr int BLOCK = BK * PITCH, STAGE = STAGED ? BQ * PITCH : 0;
   THREADGROUP_MEMORY(T, memory, STAGE + PAIRS * 2 * BLOCK);
@@ -125,7 +128,7 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
 
   Tile<R, D> o;
   o.fill(0);
-  Rows<R> largest(-INFINITY), total(0);
+  Rows<R> largest(LEAST), total(0);
   const float scale_log2 = scale[0] * M_LOG2E_F;
   const int seen = metal::min(keys, start + BQ + offset);
   if constexpr (PAIRS == 2) {
@@ -156,8 +159,8 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     } else {
       multiply_transposed(s, held, ks, in_simdgroup);
     }
-    if (first + BK > metal::min(keys, mine + offset + 1)) {
-      mask_causal(s, mine + offset - first, keys - first, lane);
+    if (first + BK > mine + offset + 1) {
+      mask_causal(s, mine + offset - first, lane);
     }
     raise_largest(s, o, largest, total, scale_log2);
     // Apart from the keys' copy: many at once hold up the products behind them.
