@@ -26,7 +26,8 @@ def main() -> None:
             launches.append(ssa_temperature(x, tau, multiply_rows, smallest=0))
             for T, N in LENGTHS:
                 q, k, v = (normal((1, h, n, D), dtype) for h, n in ((2, T), (1, N), (1, N)))
-                launches.append(causal_attention(q, k, v, scale=D**-0.5))
+                # logits so large that later blocks of keys rescale the sums of earlier ones
+                launches.append(causal_attention(8 * q, k, v, scale=D**-0.5))
     mx.eval(launches)
     mx.synchronize()
     print(f"{len(launches)} launches")

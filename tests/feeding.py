@@ -7,7 +7,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_selective import PrunedKVCache
 
 #: Relative difference of float32 logits that other orders of summation, as on other machines, may
-#: make: 3e-5 was seen where sharp temperatures meet. One key too many makes more than 1e-3.
+#: make: 3e-5 was seen where sharp temperatures meet. Tests that must see a difference ask for more.
 ROUNDING = 1e-4
 
 

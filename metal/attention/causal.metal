@@ -6,14 +6,13 @@
 #include "../tile/memory.h"
 #include "../tile/softmax.h"
 
-// Keys later than the query, and keys beyond the last, weigh nothing. `ahead` is the position of the
-// tile's first query minus that of its first key, `keys` what is left of the keys.
+// Keys later than the query weigh nothing. `ahead` is the position of the tile's first query minus that of
+// its first key.
 template <int R, int C>
-METAL_FUNC void mask_causal(thread Tile<R, C>& s, int ahead, int keys, Lane lane) {
+METAL_FUNC void mask_causal(thread Tile<R, C>& s, int ahead, Lane lane) {
 #pragma unroll
   for (short e = 0; e < s.SIZE; e++) {
-    const short key = s.col(e, lane);
-    if (key > s.row(e, lane) + ahead || key >= keys) {
+    if (s.col(e, lane) > s.row(e, lane) + ahead) {
       s[e] = -INFINITY;
     }
   }
@@ -36,6 +35,7 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
+  static_assert(BQ % R == 0 && (PAIRS == 1 || PAIRS == 2), "whole simdgroups, one or two pairs");
   constexpr int PITCH = Block<T, D>::PITCH, THREADS = BQ / R * 32;
   constexpr int BLOCK = BK * PITCH, STAGE = STAGED ? BQ * PITCH : 0;
   THREADGROUP_MEMORY(T, memory, STAGE + PAIRS * 2 * BLOCK);
@@ -94,8 +94,8 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
     } else {
       multiply_transposed(s, held, ks, in_simdgroup);
     }
-    if (first + BK > metal::min(keys, mine + offset + 1)) {
-      mask_causal(s, mine + offset - first, keys - first, lane);
+    if (first + BK > mine + offset + 1) {
+      mask_causal(s, mine + offset - first, lane);
     }
     raise_largest(s, o, largest, total, scale_log2);
     // Apart from the keys' copy: many at once hold up the products behind them.

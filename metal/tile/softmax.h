@@ -10,13 +10,13 @@
 #include "multiply.h"
 #include "reduce.h"
 
-// Below all logits and finite, so that a row in which all are -inf gives weights of 0 and not NaN.
-constant constexpr const float LEAST = -1e30f;
-
-// Weights are relative to `largest`, a logit that no other of the row exceeds by more than a factor of
-// 2^SLACK in weight. It follows only what goes beyond that: most blocks then need no exchange between
-// lanes and leave what was summed as it is.
-constant constexpr const float SLACK = 8;
+// Weights are relative to `largest`, which no logit of the row exceeds by more than a factor of 2^SLACK in
+// weight. It follows only what goes beyond that: most blocks then need no exchange between lanes and leave
+// what was summed as it is. It is kept scaled and rounded, in base 2, and all weights use that number: what
+// rounding makes of it is then a factor of weights and total alike. Below all logits at first, and finite, so
+// that a row in which all are -inf gives weights of 0.
+constant constexpr const float LEAST = -1e30f, SLACK = 8;
+static_assert(SLACK < 15, "weights must count in half, to 65504");
 
 // The first half of a block of the running softmax: `largest` takes in the logits in s.
 template <int R, int C, int D>
@@ -31,17 +31,17 @@ METAL_FUNC void raise_largest(
   bool beyond = false;
 #pragma unroll
   for (short i = 0; i < Rows<R>::SIZE; i++) {
-    beyond = beyond || (found[i] - largest[i]) * scale > SLACK;
+    found[i] *= scale;
+    beyond = beyond || found[i] > largest[i] + SLACK;
   }
   if (metal::simd_any(beyond)) {
     combine_lanes<Max>(found);
 #pragma unroll
     for (short i = 0; i < Rows<R>::SIZE; i++) {
-      found[i] = metal::max(found[i], largest[i]);
-      const float factor = metal::fast::exp2((largest[i] - found[i]) * scale);
-      largest[i] = found[i];
-      found[i] = factor;
-      total[i] *= factor;
+      const float before = largest[i];
+      largest[i] = metal::max(before, found[i]);
+      found[i] = metal::fast::exp2(before - largest[i]);
+      total[i] *= found[i];
     }
 #pragma unroll
     for (short e = 0; e < o.SIZE; e++) {
@@ -66,7 +66,7 @@ METAL_FUNC void add_weighted(
     Tile<R, 16> w = columns<16>(s, c);
 #pragma unroll
     for (short e = 0; e < w.SIZE; e++) {
-      w[e] = metal::fast::exp2(metal::fma(w[e], scale, -scale * largest[w.row_index(e)]));
+      w[e] = metal::fast::exp2(metal::fma(w[e], scale, -largest[w.row_index(e)]));
     }
     reduce_lane_rows<Sum>(total, w);
     multiply(o, operand<T>(w), vs + c * Block<T, D>::PITCH, index);

@@ -1,5 +1,6 @@
 """How the work of an attention kernel is cut: a threadgroup's blocks, and heads side by side."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 #: bytes of keys and values that are read at about the same time, so that they stay in the GPU's
@@ -32,4 +33,11 @@ def heads_together(heads: int, each: int) -> int:
     Returns:
         A divisor of heads.
     """
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * each <= CACHE))
+    return _largest_divisor(heads, CACHE // each)
+
+
+@lru_cache(maxsize=256)
+def _largest_divisor(heads: int, most: int) -> int:
+    # CUDA counts 65535 groups of heads
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and heads // n < 2**16]
+    return max((n for n in divisors if n <= most), default=divisors[0])

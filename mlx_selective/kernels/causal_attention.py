@@ -23,7 +23,7 @@ HEAD_SIZES = (64, 80, 96, 128)
 
 #: By backend, bytes of an element and head size. Metal: MLX's own sizes (steel_attention). CUDA: as
 #: many rows as the registers hold, since a fragment of keys is read once for all of a simdgroup's
-#: rows; measured on an H200.
+#: rows (float32 at D 80 spills twelve words); measured on an H200.
 BLOCKS = {
     ("metal", 2): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
     ("metal", 4): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
@@ -53,9 +53,10 @@ def causal_attention(
         blocks: other block sizes than the backend's, to measure them.
 
     Returns:
-        (B, H, T, D) in q's dtype. Logits, weights and sums are float32, and q k^T is formed before
-        it is scaled, so that its overflow is NaN; on CUDA the weights are
-        rounded to q's dtype for the product with v, as in other fused attention.
+        (B, H, T, D) in q's dtype. Logits, weights and sums are float32; on CUDA the weights are
+        rounded to q's dtype for the product with v, as in other fused attention. Scaled logits
+        count to 1e8: beyond that the gaps between float32 numbers are themselves beyond what an
+        exponential holds, and results can be NaN. q k^T is formed before it is scaled.
 
     Raises:
         ValueError: if the kernel has no such dtype or head size, if shapes do not belong together
@@ -102,8 +103,10 @@ def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
         raise ValueError(f"the head size must be one of {HEAD_SIZES}, got {D}.")
     if k.shape[0] != B or k.shape[3] != D or H % k.shape[1] or T > k.shape[2]:
         raise ValueError(f"shapes do not belong together: {q.shape}, {k.shape}, {v.shape}.")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be a positive number, got {scale}.")
+    # the kernel multiplies by it in float32, in base 2
+    smallest, largest = 1.2e-38, 2e38
+    if not smallest < scale < largest:
+        raise ValueError(f"scale must be a positive number that float32 holds, got {scale}.")
 
 
 @lru_cache(maxsize=64)

@@ -143,7 +143,7 @@ def test_tokens_after_pruning_differ_only_by_the_pruning(family):
     pruned, _ = feed(model, ids, [1] * 20)
     whole = model(ids)
     assert difference(pruned[:, :9], whole[:, :9]) < ROUNDING
-    assert difference(pruned[:, 12:], whole[:, 12:]) > 1e-4
+    assert difference(pruned[:, 12:], whole[:, 12:]) > 10 * ROUNDING
 
 
 @cases

@@ -1,5 +1,6 @@
 """The causal kernel as Metal text on the processor, against the definition in float64."""
 
+import re
 import shutil
 
 import metal_host
@@ -10,9 +11,10 @@ import pytest
 from covering import covering, every
 from methods import error, float64
 
+from mlx_selective.kernels import blocks, launched_by, outputs_start_as
 from mlx_selective.kernels import causal_attention as module
-from mlx_selective.kernels import launched_by, outputs_start_as
-from mlx_selective.kernels.causal_attention import Blocks, causal_attention
+from mlx_selective.kernels.blocks import Blocks
+from mlx_selective.kernels.causal_attention import causal_attention
 from mlx_selective.kernels.kernel import Kernel
 from mlx_selective.kernels.source import KERNEL_FOLDER
 
@@ -51,6 +53,15 @@ def normal(dtype=mx.float32, D=64, T=7, earlier=0, heads=(2, 1), B=1, seed=0):
         mx.random.normal((B, *length, D), key=key).astype(dtype)
         for length, key in zip(lengths, keys, strict=True)
     ]
+
+
+def rising(rise, from_here, dtype):
+    """q, k, v of 41 queries and 100 keys whose logits rise from key to key, and vary a little."""
+    q, k, v = normal(dtype, T=41, earlier=59)
+    steps = (mx.arange(100) * rise).astype(dtype)[None, None, :, None]
+    ones = mx.ones((1, 2, 41, 1), dtype)
+    q = mx.concatenate([ones, ones * from_here, q[..., 2:]], 3)
+    return q, mx.concatenate([steps, mx.ones_like(steps), k[..., 2:] / 8], 3), v
 
 
 def on_host(q, k, v, scale, **options):
@@ -148,13 +159,62 @@ def test_one_huge_logit_takes_all(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rise", [-0.5, 0.02, 0.15, 0.5, 8])
-def test_logits_that_rise_from_key_to_key(rise, dtype):
+@pytest.mark.parametrize("from_here", [0, -100, 1000, 3e4])
+@pytest.mark.parametrize("rise", [-0.5, 0.02, 0.15, 0.35, 8])
+def test_logits_that_rise_from_key_to_key(rise, from_here, dtype):
     """By less than the slack of a block, about it, and by more; and they fall."""
-    q, k, v = normal(dtype, T=41, earlier=59)
-    steps = (mx.arange(100) * rise).astype(dtype)[None, None, :, None]
-    q = mx.concatenate([mx.ones((1, 2, 41, 1), dtype), q[..., 1:]], 3)
-    check((q, mx.concatenate([steps, k[..., 1:] / 8], 3), v, 1.0), blocks=Blocks(32, 16, 8, 1))
+    q, k, v = rising(rise, from_here, dtype)
+    check((q, k, v, 1.0), blocks=Blocks(32, 16, 8, 1))
+
+
+def test_weights_stay_below_the_slack():
+    """A block may weigh 2^SLACK, which float16 holds, and no more."""
+    source = KERNEL_FOLDER.joinpath("tile", "softmax.h").read_text()
+    slack = int(re.search(r"SLACK = (\d+);", source)[1])
+    sums = []
+    for step in (0.95, 1.05):
+        # one key a block of 16 rises by a step of slack, in base 2
+        k = mx.zeros((1, 1, 48, 64))
+        k[:, :, 16::16, 0] = mx.arange(1, 3) * (step * slack * np.log(2))
+        q = mx.zeros((1, 1, 48, 64))
+        q[..., 0] = 1
+        with metal_host.recording() as reports:
+            on_host(q, k, mx.ones(k.shape), 1.0, blocks=Blocks(16, 16, 8, 1))
+        sums.append(reports[0].special_functions)
+    logits = 16 * 16 * (1 + 2 + 3)
+    # the first block sets the scale of two simdgroups, and the third is two steps beyond it
+    assert (np.array(sums) - logits).tolist() == [64 * (3 + 1), 64 * (1 + 2 + 3)]
+
+
+@pytest.mark.parametrize("heads, B, wide", [((6, 2), 3, 3), ((5, 5), 7, 7), ((4, 1), 1, 1)])
+def test_heads_that_are_worked_apart(heads, B, wide, monkeypatch):
+    q, k, v = normal(T=20, earlier=13, heads=heads, B=B)
+    each = 2 * 33 * 64 * 4 * heads[1] // heads[0]
+    monkeypatch.setattr(blocks, "CACHE", wide * each)
+    grids = []
+
+    def noting(kernel, **call):
+        grids.append(call["grid"])
+        return metal_host.execute(kernel, **call)
+
+    check((q, k, v, 0.125))
+    with launched_by(noting):
+        mx.eval(causal_attention(q, k, v, scale=0.125))
+    assert [(x // 128, z) for x, _, z in grids] == [(wide, B * heads[0] // wide)]
+
+
+def test_more_heads_than_groups_are_counted():
+    assert blocks.heads_together(2**17, 2**30) == 4
+    assert blocks.heads_together(65537, 2**30) == 65537
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+def test_keys_that_end_about_a_block(D, dtype):
+    """Whole rows are copied without asking; the last key of a block may be missing."""
+    block = module.BLOCKS["metal", dtype.size][D].keys
+    for N in (block - 1, block, block + 1, 2 * block - 1):
+        check((*normal(dtype, D, T=N, heads=(2, 1)), 0.125))
 
 
 def test_random_huge_logits():
@@ -209,7 +269,7 @@ def test_what_it_refuses(change, message):
         causal_attention(*change(*arrays), scale=0.125)
 
 
-@pytest.mark.parametrize("scale", [0, -0.125, float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", [0, -0.125, float("inf"), float("nan"), 1e-46, 1e39])
 def test_scales_that_the_mask_does_not_survive(scale):
     with pytest.raises(ValueError, match="scale must be a positive number"):
         causal_attention(*normal(T=5, earlier=4, heads=(4, 2), B=2), scale=scale)

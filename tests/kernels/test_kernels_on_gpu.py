@@ -50,6 +50,31 @@ def test_causal_attention(shape, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("rise", [-0.2, 0.05, 0.085, 0.2, 3])
+def test_logits_that_rise_from_block_to_block(rise, size, dtype):
+    """By less than the running softmax lets pass, about it and by more, in blocks of 32 to 96."""
+    rng = np.random.default_rng(0)
+    q, k, v = (normal(rng, (1, 2, 300, size), dtype) for _ in range(3))
+    q, k = q.at[..., 0].multiply(0), k.at[..., 0].multiply(0)
+    q = q.at[..., 0].add(4)
+    k = k.at[..., 0].add((mx.arange(300) * rise / 2).astype(dtype))
+    truth = attend(softmax, *map(float64, (q, k, v)), 0.5)
+    plain = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.5, mask="causal")
+    out = causal_attention(q, k, v, scale=0.5)
+    assert error(out, truth) <= 2 * error(plain, truth) + FLOORS[dtype]
+
+
+@pytest.mark.parametrize("wide", [1, 3, 6])
+def test_heads_that_are_worked_apart(wide, monkeypatch):
+    monkeypatch.setattr("mlx_selective.kernels.blocks.CACHE", wide * 200 * 64 * 4)
+    rng = np.random.default_rng(0)
+    q, k, v = (normal(rng, (3, heads, 200, 64), mx.float32) for heads in (4, 2, 2))
+    truth = attend(softmax, *map(float64, (q, k, v)), 0.125)
+    assert error(causal_attention(q, k, v, scale=0.125), truth) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_word_of_the_tiles(dtype):
     rng = np.random.default_rng(0)
     arguments = [normal(rng, (32, 64), dtype) for _ in range(3)]

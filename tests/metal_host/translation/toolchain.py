@@ -82,7 +82,8 @@ def cached(key: str, build: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         if (folder / SIZES).is_file() and _sizes(folder) == (folder / SIZES).read_text():
             return folder
-        shutil.rmtree(folder)  # a disk was full, say: loading a cut library would end the process
+        # a disk was full, say: loading a cut library would end the process
+        shutil.rmtree(folder, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=root, prefix="unfinished-"))
     try:
