@@ -2,11 +2,12 @@
 // head 0 of this query adds, and the key to evict.
 #include "../tile/query.h"
 #include "candidate.h"
+#include "share.h"
 
 // Weights of one query and head, in base 2; as in tile/softmax.h, but a lane has one logit of the 32.
 struct Weights {
   static constant constexpr const float LEAST = -1e30f, SLACK = 8;
-  float largest, total; // the total of the lane's own
+  float largest, total; // relative to `largest`, the total of the lane's own
 
   // From the lane's logit to its weight; `factor` brings what was summed before to the new scale.
   METAL_FUNC float of(float z, thread float& factor) {
@@ -24,11 +25,13 @@ struct Weights {
 
 // q (B, H, D); k and v (B, Hkv, N, D), any strides; F and key_positions (B, N); rows (B or more, 2): the
 // query's position, and whether this row evicts; sizes {N, H, Hkv, splits, keys of a split}; scale {scale}.
-//   sums (B, H, splits, D), totals (B, H, splits, 2): of each split, relative to its largest logit, and that
-//   ranks (B, splits), slots (B, splits, 2): the candidate's F, position and slot
+//   out (B, H, D); evicted (B): the slot of the key to evict, or of an empty one in a row that does not
 //   after (B, N): F after the query
+// SPLIT: instead of out and evicted, for selective/combine.metal,
+//   sums (B, H, splits, D), totals (B, H, splits, 2): of weights, and the logit they are relative to
+//   ranks (B, splits), slots (B, splits, 2): the candidate's F, and its position and slot
 // Grid: splits, H / HEADS, B threadgroups of SIMDGROUPS simdgroups; HEADS share a head of keys.
-template <typename T, int D, int HEADS, int SIMDGROUPS>
+template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
 [[kernel]] void selective_decode(
     const device T* q [[buffer(0)]],
     const device T* k [[buffer(1)]],
@@ -40,18 +43,22 @@ template <typename T, int D, int HEADS, int SIMDGROUPS>
     const device int* rows [[buffer(7)]],
     const constant int* sizes [[buffer(8)]],
     const constant float* scale [[buffer(9)]],
-    device float* sums [[buffer(10)]],
-    device float* totals [[buffer(11)]],
-    device float* ranks [[buffer(12)]],
-    device int* slots [[buffer(13)]],
-    device float* after [[buffer(14)]],
+    device T* out [[buffer(10)]],
+    device int* evicted [[buffer(11)]],
+    device float* after [[buffer(12)]],
+    device float* sums [[buffer(13)]],
+    device float* totals [[buffer(14)]],
+    device float* ranks [[buffer(15)]],
+    device int* slots [[buffer(16)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
-  constexpr int PARTIAL = D + 2; // of a simdgroup and head: sums, largest, total
-  THREADGROUP_MEMORY(float, memory, SIMDGROUPS * (HEADS * PARTIAL + 3));
-  threadgroup float* const best_ranks = memory + SIMDGROUPS * HEADS * PARTIAL;
+  // Of a simdgroup and head D sums, then of all of them `largest` and total, then the candidates.
+  constexpr int PARTS = SIMDGROUPS * HEADS;
+  THREADGROUP_MEMORY(float, memory, PARTS * (D + 2) + 3 * SIMDGROUPS);
+  threadgroup float* const part_totals = memory + PARTS * D;
+  threadgroup float* const best_ranks = part_totals + 2 * PARTS;
   threadgroup int* const best_slots = reinterpret_cast<threadgroup int*>(best_ranks + SIMDGROUPS);
 
   const ushort lane = thread_index_in_simdgroup;
@@ -98,14 +105,51 @@ template <typename T, int D, int HEADS, int SIMDGROUPS>
 
 #pragma unroll
   for (short h = 0; h < HEADS; h++) {
-    threadgroup float* const partial = memory + (simdgroup * HEADS + h) * PARTIAL;
-    query.gather(partial, h, lane);
-    partial[D] = weights[h].largest;
-    partial[D + 1] = simd_total(weights[h].total);
+    const int at = h * SIMDGROUPS + simdgroup;
+    query.gather(memory + at * D, h, lane);
+    const float total = simd_total(weights[h].total);
+    if (lane == 0) {
+      part_totals[2 * at] = weights[h].largest;
+      part_totals[2 * at + 1] = total;
+    }
   }
   best = best_of_simdgroup(best);
-  best_ranks[simdgroup] = best.rank;
-  best_slots[2 * simdgroup] = best.position;
-  best_slots[2 * simdgroup + 1] = best.slot;
+  if (lane == 0) {
+    best_ranks[simdgroup] = best.rank;
+    best_slots[2 * simdgroup] = best.position;
+    best_slots[2 * simdgroup + 1] = best.slot;
+  }
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+
+  for (int i = thread_index_in_threadgroup; i < HEADS * D; i += SIMDGROUPS * 32) {
+    const int h = i / D, d = i % D;
+    const Share share = share_of(part_totals + 2 * h * SIMDGROUPS, SIMDGROUPS);
+    float sum = 0;
+    for (int part = 0; part < SIMDGROUPS; part++) {
+      const int at = h * SIMDGROUPS + part;
+      sum = metal::fma(memory[at * D + d], metal::fast::exp2(part_totals[2 * at] - share.largest), sum);
+    }
+    if constexpr (SPLIT) {
+      const long at = (row + h) * splits + split;
+      sums[at * D + d] = sum;
+      if (d == 0) {
+        totals[2 * at] = share.largest;
+        totals[2 * at + 1] = share.total;
+      }
+    } else {
+      out[(row + h) * D + d] = T(share.total == 0 ? 0.0f : sum / share.total);
+    }
+  }
+  if (head == 0 && thread_index_in_threadgroup == 0) {
+    for (int part = 0; part < SIMDGROUPS; part++) {
+      best.take_better({best_ranks[part], best_slots[2 * part], best_slots[2 * part + 1]});
+    }
+    if constexpr (SPLIT) {
+      ranks[b * splits + split] = best.rank;
+      slots[2 * (b * splits + split)] = best.position;
+      slots[2 * (b * splits + split) + 1] = best.slot;
+    } else {
+      evicted[b] = best.slot;
+    }
+  }
 }

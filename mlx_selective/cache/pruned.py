@@ -93,20 +93,30 @@ class PrunedKVCache(BatchRows):
         """(B, live) float32: F of those keys, 0 for new ones."""
         return self.F[:, : self._live]
 
-    def prune(self, F: mx.array) -> None:
-        """Stores F (B, live) after the attention of this call, and evicts down to the budget."""
-        live, self._live = self._live, 0
+    def to_evict(self) -> list[int]:
+        """How many keys of each row leave when this call ends."""
         budget = max(self.kept) if self.budget is None else self.budget
-        evict = [max(0, kept - budget) for kept in self.kept]
+        return [max(0, kept - budget) for kept in self.kept]
+
+    def prune(self, F: mx.array, slots: mx.array | None = None) -> None:
+        """Stores F (B, live) after the attention of this call, and evicts down to the budget.
+
+        Args:
+            F: after this call's queries.
+            slots: (B, 1) int32, where one key leaves in each row (or an empty slot is, in rows
+                in which none does): what a kernel chose by the same rule.
+        """
+        live, self._live = self._live, 0
+        evict = self.to_evict()
         self.kept = [kept - gone for kept, gone in zip(self.kept, evict, strict=True)]
         if not any(evict):
             self.F[:, :live] = F
             # Padding left gaps, or a row below the budget again (which was raised) has a hole.
             if live > max(self.kept) or self.hole is not None:
                 self._close_ranks()
-        elif max(evict) == 1 and live == budget + 1:
+        elif max(evict) == 1 and live == self.budget + 1:
             self.F = F
-            self._evict_one(_column(evict))
+            self._empty(self._slot_to_evict(_column(evict)) if slots is None else slots)
         else:
             self.F, self.positions = F, self.positions[:, :live]
             self._evict_many(_column(evict))
@@ -165,13 +175,17 @@ class PrunedKVCache(BatchRows):
         protected = (self.positions <= 0) | (self.positions == newest)
         return mx.where(protected, -1.0, self.F)
 
-    def _evict_one(self, evict):
-        """Empties the slot with the largest F, the oldest of equals, in rows that evict."""
+    def _slot_to_evict(self, evict):
+        """(B, 1): the slot with the largest F, the oldest of equals, in rows that evict."""
         rank = self._rank()
         largest = rank == rank.max(axis=1, keepdims=True)
         # A row that does not evict has an empty slot, whose position is the smallest.
         age = mx.where((evict == 0) | largest, self.positions, _column(self.offsets))
-        self.hole = mx.argmin(age, axis=1, keepdims=True).astype(mx.int32)
+        return mx.argmin(age, axis=1, keepdims=True).astype(mx.int32)
+
+    def _empty(self, slots):
+        """Makes a hole of one slot in each row."""
+        self.hole = slots
         empty = mx.full(self.hole.shape, -1, mx.int32)
         self.positions = mx.put_along_axis(self.positions, self.hole, empty, axis=1)
         self.F = mx.put_along_axis(self.F, self.hole, mx.zeros(self.hole.shape), axis=1)

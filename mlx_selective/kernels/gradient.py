@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 
-def with_gradient_of(plain: Callable, forward: Callable) -> Callable:
+def with_gradient_of(plain: Callable, forward: Callable, outputs: int | None = None) -> Callable:
     """A function with the values of ``forward`` and the derivatives of ``plain``.
 
     MLX cannot look into a kernel. The backward pass computes the plain definition again, from
@@ -14,6 +14,8 @@ def with_gradient_of(plain: Callable, forward: Callable) -> Callable:
     Args:
         plain: the definition in plain MLX, of arrays alone; returns an array or a list of some.
         forward: computes the same with a kernel, with the same arguments and form of result.
+        outputs: how many results ``plain`` returns, if ``forward`` returns more behind them,
+            which then have no derivatives.
 
     Returns:
         A function of the same arguments that ``mx.grad``, ``mx.compile`` and the like take.
@@ -23,7 +25,7 @@ def with_gradient_of(plain: Callable, forward: Callable) -> Callable:
 
     @function.vjp
     def backward(primals, cotangents, _):
-        return mx.vjp(plain, _listed(primals), _listed(cotangents))[1]
+        return mx.vjp(plain, _listed(primals), _listed(cotangents)[:outputs])[1]
 
     @function.jvp
     def along(primals, tangents):

@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from ...kernels.selective import selective
+from ...kernels.selective_decode import selective_decode
 from ..blocks import QUERY_BLOCK, scan_queries
 from ..heads import check_heads, head_logits, masked_softmax, weigh_values
 from ..visibility import Visibility, document_positions
@@ -105,6 +106,38 @@ def selective_attention(
     output, F, *remaining = results or plain(q, k, v, F)
     results = [output, *([F] if return_F else []), *remaining]
     return tuple(results) if len(results) > 1 else output
+
+
+def selective_step(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    query_positions: mx.array,
+    key_positions: mx.array,
+    F: mx.array,
+    evicts: list[int],
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """One token of each row over what a cache kept, with the choice of the key to evict.
+
+    Args:
+        q, k, v, scale, query_positions, key_positions, F: as for :func:`selective_attention`,
+            with one query, all given.
+        evicts: for each row, whether a key leaves after this token.
+
+    Returns:
+        The output (B, H, 1, Dv), F after the token (B, N) float32, and the slots (B, 1) int32
+        that a kernel found for :meth:`PrunedKVCache.prune`, or None where none ran.
+    """
+    settings = {
+        "scale": scale,
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+    }
+    plain = partial(_plain, remaining=False, documents=None, block_size=1, **settings)
+    found = selective_decode(q, k, v, F, evicts=evicts, plain=plain, **settings)
+    return tuple(found) if found else (*plain(q, k, v, F), None)
 
 
 def _plain(q, k, v, F, *, scale, query_positions, key_positions, remaining, documents, block_size):

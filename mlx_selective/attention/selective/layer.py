@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ...cache.pruned import MIN_BUDGET, PrunedKVCache
 from ...errors import UserError
 from ..method import AttentionMethod, LayerCall
-from .definition import selective_attention
+from .definition import selective_attention, selective_step
 
 
 class SelectiveCall(LayerCall):
@@ -20,17 +20,21 @@ class SelectiveCall(LayerCall):
                 f"selective attention keeps F in a PrunedKVCache, got {type(cache).__name__}; "
                 "make the caches with mlx_lm.models.cache.make_prompt_cache(model)."
             )
-        output, F = selective_attention(
-            queries,
-            keys,
-            values,
-            scale=scale,
-            query_positions=cache.query_positions,
-            key_positions=cache.live_positions,
-            F=cache.live_F,
-            return_F=True,
-        )
-        cache.prune(F)
+        kept = {
+            "query_positions": cache.query_positions,
+            "key_positions": cache.live_positions,
+            "F": cache.live_F,
+        }
+        if queries.shape[2] == 1:
+            output, F, slots = selective_step(
+                queries, keys, values, scale=scale, evicts=cache.to_evict(), **kept
+            )
+            cache.prune(F, slots)
+        else:
+            output, F = selective_attention(
+                queries, keys, values, scale=scale, return_F=True, **kept
+            )
+            cache.prune(F)
         return output
 
 

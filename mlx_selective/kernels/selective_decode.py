@@ -1,0 +1,132 @@
+"""One query of selective attention over a cache: attention, the new F and the key to evict."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import mlx.core as mx
+
+from .choice import choose_backend, why_not_array
+from .gradient import with_gradient_of
+from .kernel import Kernel
+from .signature import CONSTANT_BELOW
+
+DECODE = Kernel("selective/decode.metal")
+COMBINE = Kernel("selective/combine.metal")
+#: head sizes D that the kernels are written for
+HEAD_SIZES = (64, 80, 96, 128)
+#: simdgroups of a threadgroup; elements of all its queries, as registers allow
+SIMDGROUPS, ELEMENTS = 4, 320
+#: keys that one threadgroup goes through, and how many splits of them there are at most
+SPLIT, MOST_SPLITS = 512, 64
+
+
+def selective_decode(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    F: mx.array,
+    *,
+    scale: float,
+    query_positions: mx.array,
+    key_positions: mx.array,
+    evicts: Sequence[int],
+    plain: Callable,
+) -> list[mx.array] | None:
+    """One token of each row, by the kernels of ``metal/selective``, where they apply.
+
+    One launch, two where there are more than 512 keys (arXiv 2410.02703: attention, F, and the
+    choice of context pruning).
+
+    Args:
+        q: (B, H, 1, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.
+        k: (B, Hkv, N, D) with any strides, such as a part of a cache.
+        v: (B, Hkv, N, D).
+        F: (B, N) float32, what earlier queries left on the keys.
+        scale: multiplies the logits.
+        query_positions: (B, 1) int32, negative for padding.
+        key_positions: (B, N) int32, negative for padding and empty slots.
+        evicts: for each row whether a key is to leave after this token.
+        plain: the same function of q, k, v and F in plain MLX, for the gradients; returns
+            [output, F].
+
+    Returns:
+        [output (B, H, 1, D) in q's dtype, F (B, N) float32 after the query, slot (B, 1) int32],
+        or None where plain MLX has to compute them. The slot holds the largest F, the oldest of
+        equals, the first token and the newest staying; in a row that does not evict it is the
+        slot with the smallest position, an empty one if there is one.
+
+    Raises:
+        UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
+    """
+    if choose_backend(DECODE, partial(_why_plain, q, k, v)) is None:
+        return None
+
+    def forward(q, k, v, F):
+        return _launch(q, k, v, F, scale, query_positions, key_positions, list(evicts))
+
+    return list(with_gradient_of(plain, forward, outputs=2)(q, k, v, F))
+
+
+def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
+    """What the kernels cannot do of this call; "" if they can all."""
+    for array in (q, k, v):
+        reason = why_not_array(array, HEAD_SIZES)
+        if reason:
+            return reason
+        if array.dtype != q.dtype or array.shape[-1] != q.shape[-1]:
+            return "queries, keys and values differ in dtype or head size"
+    if q.shape[2] != 1:
+        return f"{q.shape[2]} queries"
+    if k.shape[0] * k.shape[2] < CONSTANT_BELOW:
+        return f"only {k.shape[0] * k.shape[2]} keys"
+    return ""
+
+
+def _launch(q, k, v, F, scale, query_positions, key_positions, evicts) -> list[mx.array]:
+    (B, H, _, D), (_, Hkv, N, _) = q.shape, k.shape
+    heads = next(n for n in (4, 2, 1) if H // Hkv % n == 0 and (n == 1 or n * D <= ELEMENTS))
+    keys = max(SPLIT, 32 * math.ceil(N / MOST_SPLITS / 32))
+    splits = math.ceil(N / keys)
+    split = splits > 1
+    rows = mx.concatenate([query_positions, mx.array(evicts, mx.int32)[:, None]], axis=1)
+    if rows.size < CONSTANT_BELOW:
+        rows = mx.pad(rows, ((0, CONSTANT_BELOW // 2 - B), (0, 0)))
+    sizes, number = _numbers((N, H, Hkv, splits, keys), scale)
+    parts = [(B * H * splits * D,), *((max(n, 8),) for n in (2 * B * H * splits, B * splits))]
+    out, evicted, after, *found = DECODE(
+        inputs=[q, k, v, F, key_positions, rows, sizes, number],
+        template={
+            "T": q.dtype,
+            "D": D,
+            "HEADS": heads,
+            "SIMDGROUPS": SIMDGROUPS,
+            "SPLIT": split,
+        },
+        grid=(splits * SIMDGROUPS * 32, H // heads, B),
+        threadgroup=(SIMDGROUPS * 32, 1, 1),
+        output_shapes=[
+            (1,) if split else q.shape,
+            (1,) if split else (B, 1),
+            (B, N),
+            *([*parts, (max(2 * B * splits, 8),)] if split else [(1,)] * 4),
+        ],
+        output_dtypes=[q.dtype, mx.int32, *[mx.float32] * 4, mx.int32],
+        shared_memory=4 * SIMDGROUPS * (heads * (D + 2) + 3),
+    )
+    if split:
+        out, evicted = COMBINE(
+            inputs=[*found, _numbers((splits, H), scale)[0]],
+            template={"T": q.dtype, "D": D},
+            grid=(B * H * 128, 1, 1),
+            threadgroup=(128, 1, 1),
+            output_shapes=[q.shape, (B, 1)],
+            output_dtypes=[q.dtype, mx.int32],
+        )
+    return [out, after, evicted]
+
+
+@lru_cache(maxsize=512)
+def _numbers(sizes: tuple[int, ...], scale: float) -> tuple[mx.array, mx.array]:
+    """What the kernels read from constant memory; kept, since making arrays takes time too."""
+    return mx.array(sizes, mx.int32), mx.array([scale], mx.float32)

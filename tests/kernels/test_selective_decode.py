@@ -1,0 +1,197 @@
+"""Selective attention's kernel for one query, as Metal text on the processor, and its cache."""
+
+import metal_host
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from covering import covering, every
+from layer import SCALE, kept, run
+from methods import error, float64
+from test_selective_kernel import DTYPES, definition, names
+
+from mlx_selective import PrunedKVCache
+from mlx_selective.attention.selective.definition import selective_step
+from mlx_selective.kernels import launched_by, outputs_start_as, record
+from mlx_selective.kernels import selective_decode as module
+
+pytest.importorskip("ziglang")
+
+SHAPES = {
+    "dtype": list(DTYPES),
+    "D": [64, 80, 96, 128],
+    "N": [9, 33, 127, 512, 513, 1100],
+    "heads": [(1, 1), (4, 1), (6, 2), (3, 3)],
+    "B": [1, 2, 5],
+    "empty": [0, 3],  # slots of the last row that hold nothing
+}
+
+
+def problem(dtype, D, N, heads, B, empty, seed=0):
+    """q, k, v, F and positions of a cache: slots in any order, keys part of a larger array."""
+    keys, rng = mx.random.split(mx.random.key(seed), 4), np.random.default_rng(seed)
+    shapes = [(B, heads[0], 1, D), (B, heads[1], N + 7, D), (B, heads[1], N + 7, D)]
+    q, k, v = (
+        mx.random.normal(shape, key=key).astype(dtype)
+        for shape, key in zip(shapes, keys, strict=False)
+    )
+    positions = np.stack([rng.permutation(N) for _ in range(B)])
+    positions[-1] = np.where(positions[-1] < empty, -1, positions[-1] - empty)
+    own = positions.max(1, keepdims=True)
+    F = mx.random.uniform(0, 3, (B, N), key=keys[3])
+    F = mx.where(mx.array((positions > 0) & (positions < own)), F, 0)
+    positions, own = (mx.array(array.astype(np.int32)) for array in (positions, own))
+    return q, k[:, :, :N], v[:, :, :N], F, own, positions
+
+
+def step(q, k, v, F, own, positions, scale, evicts):
+    """Output, F and slots by the kernel; they begin as NaN, so that what is not written shows."""
+    with launched_by(metal_host.execute), outputs_start_as(float("nan")), record() as ran:
+        results = selective_step(
+            q,
+            k,
+            v,
+            scale=scale,
+            query_positions=own,
+            key_positions=positions,
+            F=F,
+            evicts=evicts,
+        )
+        mx.eval(results)
+    # MLX cannot poison integers: the slots are checked by their values
+    assert {one.backend for one in ran} == {"metal"}
+    return results
+
+
+def slots_of(F, own, positions, evicts):
+    """The rule of context pruning, row by row."""
+    found = []
+    for row, evict in enumerate(evicts):
+        stays = (positions[row] <= 0) | (positions[row] == own[row])
+        rank = np.where(stays, -1, F[row]) if evict else np.zeros(len(stays))
+        best = np.flatnonzero(rank == rank.max())
+        found.append(best[positions[row][best].argmin()])
+    return found
+
+
+def check_shape(seed, D, **case):
+    arrays = problem(D=D, seed=seed, **case)
+    evicts = [1] * case["B"] if not case["empty"] else [1] * (case["B"] - 1) + [0]
+    out, F, slots = step(*arrays, D**-0.5, evicts)
+    truth = definition(*map(float64, arrays[:4]), D**-0.5, *(np.array(p) for p in arrays[4:]))
+    plain = selective_plain(*arrays, D**-0.5)
+    assert error(out, truth[0]) <= 2 * error(plain, truth[0]) + DTYPES[case["dtype"]]
+    assert error(F, truth[1]) <= 5e-7
+    expected = slots_of(np.array(F), *(np.array(p) for p in arrays[4:]), evicts)
+    assert slots.shape == (case["B"], 1) and slots[:, 0].tolist() == expected
+
+
+def selective_plain(q, k, v, F, own, positions, scale):
+    positions = {"query_positions": own, "key_positions": positions}
+    return selective_step(q, k, v, scale=scale, F=F, evicts=[0] * len(F), **positions)[0]
+
+
+CASES = covering(SHAPES)
+
+
+@pytest.mark.parametrize("seed, case", list(enumerate(CASES)), ids=map(names, CASES))
+def test_shapes(seed, case):
+    check_shape(seed, **case)
+
+
+@pytest.mark.slow
+def test_every_shape():
+    for seed, case in enumerate(every(SHAPES)):
+        check_shape(seed, **case)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 30, [5, 1, 1, 13, 1, 1, 1, 2, 1, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("budget", [3, 7, 16, None])
+def test_evicts_as_the_oracle_does(budget, chunks):
+    """The cache, fed through the kernels: what it keeps, its F and the outputs."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        mx.array(rng.standard_normal((2, heads, 30, 64)).astype(np.float32) / 2)
+        for heads in (4, 2, 2)
+    )
+    cache = PrunedKVCache(budget)
+    with launched_by(metal_host.execute), record() as ran:
+        output = run(cache, q, k, v, chunks)
+        mx.eval(output, cache.state)
+    assert {"selective_decode"} <= {one.kernel for one in ran if one.backend}
+    truth = [float64(array) for array in (q, k, v)]
+    expected, positions, F = oracle.selective_pruned(*truth, SCALE, budget, chunks)
+    assert error(output, expected) < 1e-5
+    held, held_F, *_ = kept(cache)
+    assert (held == positions).all()
+    assert np.allclose(held_F, F, rtol=1e-5, atol=1e-5)
+
+
+def test_ties_go_to_the_oldest():
+    """Nothing is selected: of keys that are all at F = 0 the second token leaves."""
+    q, k, v, F, own, positions = problem(mx.float32, 64, 600, (2, 2), 2, 0)
+    out, after, slots = step(0 * q, k, v, 0 * F, own, positions, 0.125, [1, 1])
+    assert mx.array_equal(after, mx.zeros((2, 600)))
+    assert mx.take_along_axis(positions, slots, axis=1).tolist() == [[1], [1]]
+
+
+def test_a_row_of_padding_gets_zeros():
+    q, k, v, F, own, positions = problem(mx.float16, 64, 40, (2, 2), 2, 0)
+    own = mx.array([[own[0].item()], [-1]])
+    out, after, _ = step(q, k, v, F, own, positions, 0.125, [0, 0])
+    assert mx.array_equal(out[1], mx.zeros((2, 1, 64)))
+    assert mx.array_equal(after[1], F[1])
+
+
+def test_large_and_rising_logits():
+    q, k, v, F, own, positions = problem(mx.float32, 64, 1100, (2, 2), 1, 0)
+    for scale in (1e-3, 10.0, 1e3):
+        out, *_ = step(q, k, v, F, own, positions, scale, [1])
+        arrays = map(float64, (q, k, v, F))
+        truth = definition(*arrays, scale, np.array(own), np.array(positions))[0]
+        plain = selective_plain(q, k, v, F, own, positions, scale)
+        assert error(out, truth) <= 2 * error(plain, truth) + 2e-7
+
+
+def test_keys_are_read_where_they_lie():
+    """No copy is made of a cache's part; each key and value is read once for a group of heads."""
+    q, k, v, F, own, positions = problem(mx.float16, 64, 512, (4, 2), 1, 0)
+    mx.eval(q, k, v, F)
+    with metal_host.recording() as reports:
+        step(q, k, v, F, own, positions, 0.125, [1])
+    (report,) = reports
+    assert report.device_read["k"] == report.device_read["v"] == 2 * 512 * 64 * 2
+    assert report.threadgroup_memory <= 32 * 1024
+
+
+def test_a_transposed_cache_is_read_element_by_element():
+    q, k, v, F, own, positions = problem(mx.float32, 80, 40, (2, 2), 1, 0)
+    turned = [mx.contiguous(array.swapaxes(2, 3)).swapaxes(2, 3) for array in (k, v)]
+    one = step(q, k, v, F, own, positions, 0.125, [1])
+    other = step(q, *turned, F, own, positions, 0.125, [1])
+    assert all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_gradients_are_those_of_the_definition(monkeypatch):
+    q, k, v, F, own, positions = problem(mx.float32, 64, 20, (2, 2), 1, 0)
+
+    def loss(q, k, v, F):
+        positions_of = {"query_positions": own, "key_positions": positions}
+        out, after, _ = selective_step(q, k, v, scale=0.3, F=F, evicts=[1], **positions_of)
+        return (out**2).sum() + (after * mx.arange(20)).sum()
+
+    with launched_by(metal_host.execute), record() as ran:
+        ours = mx.grad(loss, (0, 1, 2, 3))(q, k, v, F)
+        mx.eval(ours)
+    assert {one.backend for one in ran} == {"metal"}
+    monkeypatch.setenv("MLX_SELECTIVE_KERNELS", "off")
+    for one, other in zip(ours, mx.grad(loss, (0, 1, 2, 3))(q, k, v, F), strict=True):
+        assert error(one, float64(other)) < 1e-5
+
+
+def test_few_keys_are_for_plain_mlx():
+    arrays = problem(mx.float32, 64, 7, (2, 2), 1, 0)
+    with launched_by(metal_host.execute), record() as ran:
+        selective_plain(*arrays, 0.125)
+    assert [(one.backend, one.reason) for one in ran] == [(None, "only 7 keys")]
+    assert module.DECODE.name == "selective_decode"
