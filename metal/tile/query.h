@@ -13,7 +13,7 @@
 template <typename T>
 struct RowsOf {
   const device T* start;
-  int64_t row, element;
+  long row, element;
 
   // Every eighth run of W elements, from the part-th on.
   template <int D, int W>

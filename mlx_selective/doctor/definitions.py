@@ -25,9 +25,13 @@ def attend(
         (B, H, T, D), float64.
     """
     group = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(array.astype(np.float64), group, axis=1) for array in (k, v))
-    logits = scale * np.einsum("bhid,bhjd->bhij", q.astype(np.float64), k)
-    return weights(logits) @ v
+    return weights(logits(q, k, scale)) @ np.repeat(v.astype(np.float64), group, axis=1)
+
+
+def logits(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+    """scale q k^T, (B, H, T, N), float64; k (B, Hkv, N, D)."""
+    k = np.repeat(k.astype(np.float64), q.shape[1] // k.shape[1], axis=1)
+    return scale * np.einsum("bhid,bhjd->bhij", q.astype(np.float64), k)
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -38,11 +42,18 @@ def softmax(z: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def selective(z: np.ndarray) -> np.ndarray:
-    """Weights of selective attention, T = N: head 0 decides what later queries forget."""
-    S = np.tril(np.maximum(z[:, 0], 0), -1)
+def selected(z: np.ndarray) -> np.ndarray:
+    """S of selective attention, (B, T, N): what head 0 of each query makes later ones forget."""
+    T, N = z.shape[-2:]
+    S = np.tril(np.maximum(z[:, 0], 0), N - T - 1)
     S[..., 0] = 0
-    F = np.cumsum(S, axis=1) - S
+    return S
+
+
+def selective(z: np.ndarray, F: np.ndarray | float = 0) -> np.ndarray:
+    """Weights of selective attention; F (B, 1, N) is what earlier queries left on the keys."""
+    S = selected(z)
+    F = F + np.cumsum(S, axis=1) - S
     return softmax(z - F[:, None])
 
 

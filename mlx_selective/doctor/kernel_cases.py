@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from ..attention.blocks import QUERY_BLOCK
+from ..attention.selective.definition import plain_selective
 from ..attention.ssa.definition import multiply_rows
-from ..kernels import causal_attention, ssa, tile_words
+from ..kernels import causal_attention, selective_decode, ssa, tile_words
+from ..kernels import selective as selective_prompt
 from ..kernels.choice import FLOATS
-from .definitions import attend, softmax
+from .definitions import attend, logits, selected, selective, softmax
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,65 @@ def _scale(q) -> float:
     return q.shape[-1] ** -0.5
 
 
+def _cached_keys(rng, shape, dtype):
+    """Queries, keys and values as above, and what earlier queries left on the earlier keys."""
+    q, k, v = _queries_keys_values(rng, shape, dtype)
+    return [q, k, v, _left_on(rng, k, k.shape[2] - q.shape[2])]
+
+
+def _one_query(rng, shape, dtype):
+    """One query over keys of which a cache has more."""
+    q, k, v = _queries_keys_values(rng, shape, dtype)
+    k, v = k[:, :, : shape[2]], v[:, :, : shape[2]]
+    return [q[:, :, :1], k, v, _left_on(rng, k, shape[2] - 1)]
+
+
+def _left_on(rng, k, earlier):
+    F = rng.uniform(0, 3, (k.shape[0], k.shape[2])).astype(np.float32)
+    F[:, 0] = F[:, earlier:] = 0
+    return mx.array(F)
+
+
+def _positions(q, k) -> dict[str, mx.array]:
+    """Keys in order, the queries' own the last."""
+    B, T, N = q.shape[0], q.shape[2], k.shape[2]
+    keys = mx.broadcast_to(mx.arange(N), (B, N))
+    return {"scale": _scale(q), "key_positions": keys, "query_positions": keys[:, N - T :]}
+
+
+def _plain_selective(q, k, v, F):
+    settings = {"remaining": True, "documents": None, "block_size": QUERY_BLOCK}
+    return plain_selective(q, k, v, F, **settings, **_positions(q, k))
+
+
+def _true_selective(q, k, v, F):
+    z = logits(q, k, _scale(q))
+    S, T, N = selected(z), q.shape[2], k.shape[2]
+    rows = F[:, None] + np.cumsum(S, axis=1) - S
+    needed = np.tril(1 - np.minimum(rows, 1), N - T).sum(-1)
+    output = attend(lambda z: selective(z, F[:, None]), q, k, v, _scale(q))
+    return [output, F + S.sum(1), needed]
+
+
+def _selective_step(q, k, v, F):
+    found = selective_decode.selective_decode(
+        q, k, v, F, evicts=[1] * len(F), plain=None, **_positions(q, k)
+    )
+    return found and [*found[:2], found[2].astype(mx.float32)]
+
+
+def _plain_step(q, k, v, F):
+    output, F, _ = _plain_selective(q, k, v, F)
+    # the first key and the newest stay
+    slot = mx.argmax(F[:, 1:-1], axis=1, keepdims=True) + 1
+    return [output, F, slot.astype(mx.float32)]
+
+
+def _true_step(q, k, v, F):
+    output, F, _ = _true_selective(q, k, v, F)
+    return [output, F, F[:, 1:-1].argmax(1)[:, None] + 1.0]
+
+
 CHECKS = (
     KernelCheck(
         name="tile_words",
@@ -89,6 +151,30 @@ CHECKS = (
             q, k, v, scale=_scale(q), mask="causal"
         ),
         truth=lambda q, k, v: attend(softmax, q, k, v, _scale(q)),
+    ),
+    KernelCheck(
+        name="selective",
+        head_sizes=selective_prompt.HEAD_SIZES,
+        checked=(2, 4, 77),
+        timed=(1, 16, 2048),
+        arguments=_cached_keys,
+        kernel=lambda q, k, v, F: selective_prompt.selective(
+            q, k, v, F, plain=None, remaining=True, **_positions(q, k)
+        ),
+        plain=_plain_selective,
+        truth=_true_selective,
+        results=("output", "F", "remaining"),
+    ),
+    KernelCheck(
+        name="selective_decode",
+        head_sizes=selective_decode.HEAD_SIZES,
+        checked=(2, 4, 777),
+        timed=(1, 16, 4096),
+        arguments=_one_query,
+        kernel=_selective_step,
+        plain=_plain_step,
+        truth=_true_step,
+        results=("output", "F", "slot"),
     ),
     KernelCheck(
         name="ssa_temperature",

@@ -99,7 +99,7 @@ def selective_attention(
         "key_positions": key_positions,
         "remaining": return_remaining,
     }
-    plain = partial(_plain, documents=documents, block_size=block_size, **settings)
+    plain = partial(plain_selective, documents=documents, block_size=block_size, **settings)
     results = None
     if documents is None:
         results = selective(q, k, v, F, plain=plain, **settings)
@@ -135,13 +135,19 @@ def selective_step(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
-    plain = partial(_plain, remaining=False, documents=None, block_size=1, **settings)
+    plain = partial(plain_selective, remaining=False, documents=None, block_size=1, **settings)
     found = selective_decode(q, k, v, F, evicts=evicts, plain=plain, **settings)
     return tuple(found) if found else (*plain(q, k, v, F), None)
 
 
-def _plain(q, k, v, F, *, scale, query_positions, key_positions, remaining, documents, block_size):
-    """[output, F after, and, where asked for, remaining (B, T)], block by block."""
+def plain_selective(
+    q, k, v, F, *, scale, query_positions, key_positions, remaining, documents, block_size
+):
+    """:func:`selective_attention` in plain MLX, whatever kernels there are; all arguments given.
+
+    Returns:
+        [output, F after the queries, and, where asked for, ``remaining`` (B, T)].
+    """
     N = k.shape[2]
 
     def block(F, q, k, v, start):
