@@ -29,6 +29,7 @@ class KernelCheck:
         plain: the same in plain MLX.
         truth: the same of NumPy arrays in float64.
         results: what the results are called, where there are several.
+        parts: the functions in ``metal/`` that take part, where they are others than the name.
     """
 
     name: str
@@ -40,6 +41,7 @@ class KernelCheck:
     plain: Callable
     truth: Callable
     results: tuple[str, ...] = ("",)
+    parts: tuple[str, ...] = ()
 
     def cases(self) -> list[tuple[mx.Dtype, int]]:
         """The dtypes and head sizes to check."""
@@ -164,6 +166,7 @@ CHECKS = (
         plain=_plain_selective,
         truth=_true_selective,
         results=("output", "F", "remaining"),
+        parts=("selective_mask", "selective_attention"),
     ),
     KernelCheck(
         name="selective_decode",
@@ -175,6 +178,7 @@ CHECKS = (
         plain=_plain_step,
         truth=_true_step,
         results=("output", "F", "slot"),
+        parts=("selective_decode", "selective_combine"),
     ),
     KernelCheck(
         name="ssa_temperature",
