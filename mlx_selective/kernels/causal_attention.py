@@ -88,7 +88,7 @@ def causal_attention(
     backend = find_backend().name or "metal"
     blocks = blocks or BLOCKS[backend, q.dtype.size][D]
     threads = blocks.queries // blocks.rows * 32
-    wide = _heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
+    wide = heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
     (out,) = _KERNEL(
         inputs=[q, k, v, *_numbers(T, N, H // heads, scale)],
         template={
@@ -125,7 +125,7 @@ def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
         raise ValueError(f"scale must be a positive number, got {scale}.")
 
 
-def _heads_together(heads: int, each: int) -> int:
+def heads_together(heads: int, each: int) -> int:
     """How many heads are worked at side by side, if keys and values of one take ``each`` bytes."""
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * each <= CACHE))
 
