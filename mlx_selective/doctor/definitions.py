@@ -25,9 +25,13 @@ def attend(
         (B, H, T, D), float64.
     """
     group = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(array.astype(np.float64), group, axis=1) for array in (k, v))
-    logits = scale * np.einsum("bhid,bhjd->bhij", q.astype(np.float64), k)
-    return weights(logits) @ v
+    return weights(logits(q, k, scale)) @ np.repeat(v.astype(np.float64), group, axis=1)
+
+
+def logits(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+    """The logits (B, H, T, N) in float64, of what :func:`attend` takes."""
+    k = np.repeat(k.astype(np.float64), q.shape[1] // k.shape[1], axis=1)
+    return scale * np.einsum("bhid,bhjd->bhij", q.astype(np.float64), k)
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -47,8 +51,19 @@ def selective(z: np.ndarray) -> np.ndarray:
 
 
 def stick_breaking(z: np.ndarray) -> np.ndarray:
-    """Weights of stick-breaking attention over earlier keys, T = N."""
-    seen = np.tri(z.shape[-1], k=-1, dtype=bool)
-    softplus = np.where(seen, np.logaddexp(0, z), 0)
+    """Weights of stick-breaking attention over earlier keys."""
+    seen, softplus = _broken(z)
     nearer = np.cumsum(softplus[..., ::-1], axis=-1)[..., ::-1]
     return np.where(seen, np.exp(z - nearer), 0)
+
+
+def remainder(z: np.ndarray) -> np.ndarray:
+    """What stick-breaking attention over earlier keys leaves of each query's stick, (B, H, T)."""
+    return np.exp(-_broken(z)[1].sum(-1))
+
+
+def _broken(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which keys a query sees, and -log(1 - beta) of these."""
+    T, N = z.shape[-2:]
+    seen = np.tri(T, N, k=N - T - 1, dtype=bool)
+    return seen, np.where(seen, np.logaddexp(0, z), 0)

@@ -7,8 +7,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..attention.ssa.definition import multiply_rows
-from ..kernels import causal_attention, ssa, tile_words
+from ..attention.stick_breaking.definition import stick_breaking_attention
+from ..kernels import causal_attention, ssa, stick_breaking, tile_words
 from ..kernels.choice import FLOATS
+from . import definitions
 from .definitions import attend, softmax
 
 
@@ -57,6 +59,14 @@ def _queries_keys_values(rng, shape, dtype):
     return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
 
 
+def _with_lower_logits(rng, shape, dtype):
+    """The same with 4 taken from each logit, so that something is left of every stick."""
+    q, k, v = _queries_keys_values(rng, shape, dtype)
+    q = mx.concatenate([mx.ones_like(q[..., :1]), q[..., 1:]], axis=-1)
+    lower = mx.full(k[..., :1].shape, -4 / _scale(q), dtype)
+    return [q, mx.concatenate([lower, k[..., 1:]], axis=-1), v]
+
+
 def _three_matrices(rng, shape, dtype):
     shapes = [(rows, shape[-1]) for rows in (tile_words.ROWS, *[tile_words.COLUMNS] * 2)]
     return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
@@ -64,6 +74,12 @@ def _three_matrices(rng, shape, dtype):
 
 def _scale(q) -> float:
     return q.shape[-1] ** -0.5
+
+
+def _stick_breaking(q, k, v):
+    return stick_breaking.stick_breaking(
+        q, k, v, scale=_scale(q), definition=stick_breaking_attention
+    )
 
 
 CHECKS = (
@@ -89,6 +105,20 @@ CHECKS = (
             q, k, v, scale=_scale(q), mask="causal"
         ),
         truth=lambda q, k, v: attend(softmax, q, k, v, _scale(q)),
+    ),
+    KernelCheck(
+        name="stick_breaking_attention",
+        head_sizes=stick_breaking.HEAD_SIZES,
+        checked=(2, 4, 77),
+        timed=(1, 16, 2048),
+        arguments=_with_lower_logits,
+        kernel=_stick_breaking,
+        plain=lambda q, k, v: stick_breaking_attention(q, k, v, scale=_scale(q)),
+        truth=lambda q, k, v: [
+            attend(definitions.stick_breaking, q, k, v, _scale(q)),
+            definitions.remainder(definitions.logits(q, k, _scale(q))),
+        ],
+        results=("output", "remainder"),
     ),
     KernelCheck(
         name="ssa_temperature",
