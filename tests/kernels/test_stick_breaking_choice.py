@@ -46,11 +46,7 @@ def test_what_the_kernel_does_not_take(change, reason):
     with launched_by(never), record() as ran:
         assert stick_breaking(*arrays, **CALL) is None
     assert [one[:2] for one in ran] == [("stick_breaking_attention", None)]
-    assert (
-        ran[0].reason.startswith(reason)
-        or reason.startswith("shapes (")
-        and reason in (ran[0].reason)
-    )
+    assert reason in ran[0].reason
 
 
 @pytest.mark.parametrize("scale", [0, -0.125, float("inf"), float("nan")])
@@ -137,7 +133,7 @@ def test_vectorised_and_along_a_direction():
     along = mx.jvp(lambda *qkv: plain(*qkv, 0.125), [a[0] for a in arrays], directions)[1]
     with launched_by(stand_in):
         got = mx.vmap(lambda *qkv: stick_breaking(*qkv, **CALL))(*arrays)
-        function = lambda *qkv: stick_breaking(*qkv, **CALL)  # noqa: E731
-        got_along = mx.jvp(function, [a[0] for a in arrays], directions)[1]
+        first = [array[0] for array in arrays]
+        got_along = mx.jvp(lambda *qkv: stick_breaking(*qkv, **CALL), first, directions)[1]
     for one, other in zip((*got, *got_along), (*expected, *along), strict=True):
         assert mx.allclose(one, other, atol=1e-6)
