@@ -16,8 +16,8 @@ struct Head {
   int ld, step, rows;
   bool vectors; // whether rows can be read sixteen bytes at a time
 
-  METAL_FUNC Head(const device T* start, const constant int64_t* strides, int count)
-      : first(start), ld(strides[2]), step(strides[3]), rows(count) {
+  METAL_FUNC Head(const device T* start, int from_row, int from_column, int count)
+      : first(start), ld(from_row), step(from_column), rows(count) {
     vectors = step == 1 && ld % Block<T, D>::WIDTH == 0 && begins_vector(start);
   }
   template <int ROWS, int THREADS, typename Order>
@@ -30,13 +30,13 @@ struct Head {
     }
   }
   template <int R, int K>
-  METAL_FUNC void load(thread Operand<T, R, K>& held, int from, ushort index) const {
+  METAL_FUNC void hold(thread Operand<T, R, K>& held, int from, ushort index) const {
     const device T* source = first + long(from) * ld;
     if (vectors) {
       held.load(source, ld, rows - from, index);
     } else {
       Tile<R, K> tile;
-      ::load(tile, source, ld, rows - from, index, step);
+      load(tile, source, ld, rows - from, index, step);
       held = operand<T>(tile);
     }
   }
@@ -120,9 +120,12 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED, bool
   const int limit = mine + keys - queries + OWN, begin = metal::max(begins[batch], 0);
   const int seen = metal::min(keys, start + BQ - 1 + keys - queries + OWN);
 
-  const Head<T, D> query(q + batch * q_strides[0] + own_head * q_strides[1], q_strides, queries);
-  const Head<T, D> key(k + batch * k_strides[0] + key_head * k_strides[1], k_strides, keys);
-  const Head<T, D> value(v + batch * v_strides[0] + key_head * v_strides[1], v_strides, keys);
+  const Head<T, D> query(
+      q + batch * q_strides[0] + own_head * q_strides[1], q_strides[2], q_strides[3], queries);
+  const Head<T, D> key(
+      k + batch * k_strides[0] + key_head * k_strides[1], k_strides[2], k_strides[3], keys);
+  const Head<T, D> value(
+      v + batch * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3], keys);
 
   Operand<T, R, STAGED ? 16 : D> held;
   Staged<T, R, D> staged;
@@ -130,7 +133,7 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED, bool
     query.template copy<BQ, THREADS, InOrder>(memory, start, index);
     staged.rows = memory + simdgroup_index_in_threadgroup * R * PITCH;
   } else {
-    query.load(held, mine, in_simdgroup);
+    query.hold(held, mine, in_simdgroup);
   }
 
   Tile<R, D> o;
