@@ -27,7 +27,7 @@ BLOCKS = {
     },
     # at most 99 KB of shared memory, for cards that have no more
     ("cuda", 4): dict.fromkeys((64, 80), Blocks(128, 32, 16, 2, True))
-    | dict.fromkeys((96, 128), Blocks(128, 32, 16, 1, True)),
+    | {96: Blocks(128, 32, 16, 1, True), 128: Blocks(128, 16, 16, 1, True)},
 }
 #: elements behind the blocks, for the simdgroups to say whether anything is left
 _FLAGS = 16
@@ -122,7 +122,6 @@ def _launch(scale, attend_current, product_form, blocks, q, k, v, begins=None) -
     heads, N = k.shape[1], k.shape[2]
     threads = blocks.queries // blocks.rows * 32
     wide = heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
-    rows = 2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged
     return KERNEL(
         inputs=[q, k, v, _device_begins(begins, B), *_numbers(T, N, H, H // heads, scale)],
         template={
@@ -140,8 +139,14 @@ def _launch(scale, attend_current, product_form, blocks, q, k, v, begins=None) -
         threadgroup=(threads, 1, 1),
         output_shapes=[q.shape, (B, H, T)],
         output_dtypes=[q.dtype, mx.float32],
-        shared_memory=block_bytes(rows, D, q.dtype) + _FLAGS * q.dtype.size,
+        shared_memory=shared_bytes(blocks, D, q.dtype),
     )
+
+
+def shared_bytes(blocks: Blocks, head_size: int, dtype: mx.Dtype) -> int:
+    """Bytes of a threadgroup's memory on CUDA."""
+    rows = 2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged
+    return block_bytes(rows, head_size, dtype) + _FLAGS * dtype.size
 
 
 def _device_begins(begins: mx.array | None, rows: int) -> mx.array:

@@ -7,7 +7,7 @@ from stick_breaking_cases import normal, on_host, plain
 
 from mlx_selective import stick_breaking_attention
 from mlx_selective.kernels import launched_by, record
-from mlx_selective.kernels.stick_breaking import stick_breaking
+from mlx_selective.kernels.stick_breaking import BLOCKS, shared_bytes, stick_breaking
 
 CALL = {"scale": 0.125, "definition": stick_breaking_attention}
 
@@ -87,6 +87,13 @@ def test_begins_of_any_batch(rows):
     got, expected = on_host(q, k, v, 0.125, begins=begins), plain(q, k, v, 0.125, begins=begins)
     for one, other in zip(got, expected, strict=True):
         assert mx.abs(one - other).max().item() < 3e-6
+
+
+def test_cards_with_ninety_nine_kilobytes_have_room():
+    dtypes = {2: mx.float16, 4: mx.float32}
+    for (backend, size), sizes in BLOCKS.items():
+        for D, blocks in sizes.items():
+            assert backend != "cuda" or shared_bytes(blocks, D, dtypes[size]) <= 99 * 1024
 
 
 # Gradients and transformations --------------------------------------------------------------------
