@@ -10,6 +10,7 @@
 //   product = a b^T with a in registers, staged with a in threadgroup memory
 //   largest[r], row_sum[r, c] over c' <= c, reverse_sum over c' >= c, column_sum over r' <= r, all of
 //   product; the running sums start at 1
+//   reverse_product[r, c] = product over c' >= c of 1 + product / 256, by b in Runs
 //   weighted = a + product v, product rounded to T where the matrix unit wants that
 template <typename T, int R, int C, int K>
 [[kernel]] void tile_words(
@@ -24,7 +25,8 @@ template <typename T, int R, int C, int K>
     device float* row_sum [[buffer(8)]],
     device float* reverse_sum [[buffer(9)]],
     device float* column_sum [[buffer(10)]],
-    device T* weighted [[buffer(11)]],
+    device float* reverse_product [[buffer(11)]],
+    device T* weighted [[buffer(12)]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
   constexpr int PITCH = Block<T, K>::PITCH;
   THREADGROUP_MEMORY(T, memory, (R + C) * PITCH);
@@ -77,8 +79,28 @@ template <typename T, int R, int C, int K>
   store(t, column_sum, C, R, index);
 
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-  copy_block<C, K, 32>(bs, v, K, C, index);
+  copy_block<C, K, 32, Runs<C>>(bs, b, K, C, index);
   copy_wait();
+  metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  t.fill(0);
+  multiply_transposed(t, held, bs, index);
+  Rows<R> total(1), later(1);
+#pragma unroll
+  for (short i = 0; i < total.SIZE; i++) {
+#pragma unroll
+    for (short n = C / 4 - 1; n >= 0; n--) {
+      total[i] *= 1 + t[t.at(i, n)] / 256;
+      t[t.at(i, n)] = total[i];
+    }
+  }
+  scan_lanes<Product, true>(later, total, index);
+#pragma unroll
+  for (short e = 0; e < t.SIZE; e++) {
+    reverse_product[t.row(e, lane) * C + Runs<C>::row(t.col(e, lane))] = t[e] * later[t.row_index(e)];
+  }
+
+  metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  copy_elements<C, K, 32>(bs, v, K, 1, C, index);
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   Tile<R, K> o;
   load(o, a, K, sizes[0], index);

@@ -22,6 +22,8 @@ using uint = unsigned int;
 
 // What instructions on shared memory take for an address.
 METAL_FUNC uint shared_address(const void* p) { return uint(__cvta_generic_to_shared(p)); }
+// Whether vectors of sixteen bytes may be read from here on.
+METAL_FUNC bool begins_vector(const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; }
 
 namespace metal {
 enum class mem_flags { mem_none, mem_threadgroup, mem_device };
@@ -30,6 +32,7 @@ METAL_FUNC float min(float a, float b) { return fminf(a, b); }
 METAL_FUNC float max(float a, float b) { return fmaxf(a, b); }
 METAL_FUNC int min(int a, int b) { return a < b ? a : b; }
 METAL_FUNC int max(int a, int b) { return a < b ? b : a; }
+METAL_FUNC float abs(float x) { return fabsf(x); }
 METAL_FUNC float fma(float a, float b, float c) { return fmaf(a, b, c); }
 
 namespace fast {
@@ -38,6 +41,17 @@ METAL_FUNC float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// The same for the logarithm, and for a quotient.
+METAL_FUNC float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+METAL_FUNC float divide(float x, float y) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(y));
+  return x * r;
 }
 } // namespace fast
 

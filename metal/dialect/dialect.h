@@ -12,4 +12,7 @@
 #define THREADGROUP_MEMORY(T, name, size)                                \
   threadgroup uint4 name##_vectors[((size) * sizeof(T) + 15) / 16];      \
   threadgroup T* const name = reinterpret_cast<threadgroup T*>(name##_vectors)
+// Whether vectors of sixteen bytes may be read from here on.
+template <typename T>
+METAL_FUNC bool begins_vector(const device T* p) { return reinterpret_cast<size_t>(p) % 16 == 0; }
 #endif

@@ -1,6 +1,7 @@
 // Tiles and blocks between device memory, threadgroup memory and registers.
 #pragma once
 #include "block.h"
+#include "order.h"
 #include "tile.h"
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -53,42 +54,57 @@ METAL_FUNC void store_pair(device T* p, float a, float b) {
 }
 #endif
 
-// All THREADS threads copy ROWS x COLS elements, rows `ld` apart, into a block in threadgroup memory;
-// rows from `rows` on become zero. It is there after copy_wait and a threadgroup_barrier.
-template <int ROWS, int COLS, int THREADS, typename T>
+// All THREADS threads copy ROWS x COLS elements, rows `ld` apart, into a block in threadgroup memory, in
+// the given order; rows from `rows` on become zero. It is there after copy_wait and a threadgroup_barrier.
+template <int ROWS, int COLS, int THREADS, typename Order = InOrder, typename T>
 METAL_FUNC void copy_block(
     threadgroup T* destination, const device T* source, int ld, int rows, ushort index) {
   using To = Block<T, COLS>;
   constexpr int VECTORS = COLS / To::WIDTH; // in a row
   static_assert(COLS % To::WIDTH == 0, "rows of whole vectors only");
   constexpr int STEP = THREADS / VECTORS;
-  if constexpr (STEP % 8 == 0 && THREADS % VECTORS == 0 && ROWS % STEP == 0) {
-    // A thread stays in its column and goes down in equal steps: one address for all its copies.
-    const int row = index / VECTORS, vector = index % VECTORS;
-    destination += To::at(row, vector);
+  if constexpr (STEP % 8 == 0 && (STEP & STEP - 1) == 0 && THREADS % VECTORS == 0 && ROWS % STEP == 0) {
+    // A thread stays in its column and goes down in equal steps: one address for all its copies. An order
+    // moves bits of a place, so that it may be asked of both parts of a sum apart.
+    const int vector = index % VECTORS, row = Order::row(index / VECTORS);
+    destination += To::at(index / VECTORS, vector);
     source += row * ld + vector * To::WIDTH;
     if (rows >= ROWS) {
 #pragma unroll
       for (int i = 0; i < ROWS / STEP; i++) {
-        copy_vector(destination + i * STEP * To::PITCH, source + i * STEP * ld, true);
+        copy_vector(destination + i * STEP * To::PITCH, source + Order::row(i * STEP) * ld, true);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < ROWS / STEP; i++) {
-        const bool full = row + i * STEP < rows;
-        copy_vector(destination + i * STEP * To::PITCH, full ? source + i * STEP * ld : source, full);
+        const int down = Order::row(i * STEP);
+        const bool full = row + down < rows;
+        copy_vector(destination + i * STEP * To::PITCH, full ? source + down * ld : source, full);
       }
     }
   } else {
 #pragma unroll
     for (int first = 0; first < ROWS * VECTORS; first += THREADS) {
-      const int row = (first + index) / VECTORS, vector = (first + index) % VECTORS;
+      const int place = (first + index) / VECTORS, vector = (first + index) % VECTORS;
+      const int row = Order::row(place);
       const bool full = row < rows;
-      if (row < ROWS) {
-        copy_vector(destination + To::at(row, vector),
+      if (place < ROWS) {
+        copy_vector(destination + To::at(place, vector),
                     source + (full ? row * ld + vector * To::WIDTH : 0), full);
       }
     }
+  }
+}
+
+// The same, element by element: for rows of elements `step` apart, or that begin anywhere.
+template <int ROWS, int COLS, int THREADS, typename Order = InOrder, typename T>
+METAL_FUNC void copy_elements(
+    threadgroup T* destination, const device T* source, int ld, int step, int rows, ushort index) {
+  using To = Block<T, COLS>;
+  for (int i = index; i < ROWS * COLS; i += THREADS) {
+    const int place = i / COLS, col = i % COLS, row = Order::row(place);
+    destination[To::at(place, col / To::WIDTH) + col % To::WIDTH] =
+        row < rows ? source[long(row) * ld + long(col) * step] : T(0);
   }
 }
 
@@ -102,6 +118,17 @@ METAL_FUNC void load(thread Tile<R, C>& s, const device T* source, int ld, int r
     if (s.row(e, lane) < rows) {
       load_pair(s[e], s[e + 1], source + s.row(e, lane) * ld + s.col(e, lane));
     }
+  }
+}
+
+// The same, element by element: of rows any number apart, and elements `step` apart.
+template <typename T, int R, int C>
+METAL_FUNC void load_elements(
+    thread Tile<R, C>& s, const device T* source, int ld, int step, int rows, ushort index) {
+  const Lane lane(index);
+#pragma unroll
+  for (short e = 0; e < s.SIZE; e++) {
+    s[e] = s.row(e, lane) < rows ? float(source[s.row(e, lane) * ld + s.col(e, lane) * step]) : 0.0f;
   }
 }
 

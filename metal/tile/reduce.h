@@ -6,6 +6,10 @@ struct Sum {
   static constant constexpr const bool IDEMPOTENT = false;
   METAL_FUNC static float of(float a, float b) { return a + b; }
 };
+struct Product {
+  static constant constexpr const bool IDEMPOTENT = false;
+  METAL_FUNC static float of(float a, float b) { return a * b; }
+};
 struct Max {
   static constant constexpr const bool IDEMPOTENT = true;
   METAL_FUNC static float of(float a, float b) { return metal::max(a, b); }

@@ -1,16 +1,30 @@
 // Running sums of a tile. Each scan is inclusive and adds the carry that it is given, then leaves
-// the total in the carry, so that a long row or column can come tile by tile.
+// the total in the carry, so that a long row or column can come tile by tile. And scan_lanes, for sums or
+// products of what lies in Runs.
 #pragma once
+#include "reduce.h"
 #include "tile.h"
 
-// Sum over the lanes that differ in one bit of their index; `before` gains what comes from the lane
+// Op over the lanes that differ in one bit of their index; `before` gains what comes from the lane
 // that stands earlier in the order of the scan.
+template <typename Op = Sum>
 METAL_FUNC void scan_step(thread float& before, thread float& total, ushort index, short bit, bool reverse) {
   const float other = metal::simd_shuffle_xor(total, ushort(bit));
   if (((index & bit) != 0) != reverse) {
-    before += other;
+    before = Op::of(before, other);
   }
-  total += other;
+  total = Op::of(total, other);
+}
+
+// Across the lanes of each row: `before` gains Op over the totals of the lanes that stand earlier
+// (REVERSE: later), `total` becomes that of the row. For columns that lie in Runs.
+template <typename Op, bool REVERSE, int R>
+METAL_FUNC void scan_lanes(thread Rows<R>& before, thread Rows<R>& total, ushort index) {
+#pragma unroll
+  for (short i = 0; i < Rows<R>::SIZE; i++) {
+    scan_step<Op>(before[i], total[i], index, Fragment::PAIR_1, REVERSE);
+    scan_step<Op>(before[i], total[i], index, Fragment::PAIR_2, REVERSE);
+  }
 }
 
 // Along each row: s[r, c] = carry[r] + sum of s[r, c'] over c' <= c (REVERSE: c' >= c).

@@ -54,6 +54,10 @@ struct Tile {
   METAL_FUNC short col(short e, Lane lane) const {
     return e / Fragment::SIZE % COLS * Fragment::COLS + e % 2 + lane.col;
   }
+  // The lane's element n, in the order of columns, of its row i.
+  METAL_FUNC short at(short i, short n) const {
+    return (i / Fragment::LANE_ROWS * COLS + n / 2) * Fragment::SIZE + i % Fragment::LANE_ROWS * 2 + n % 2;
+  }
   // Which of a Rows<R>'s values belongs to element e.
   METAL_FUNC short row_index(short e) const {
     return e / (COLS * Fragment::SIZE) * Fragment::LANE_ROWS + e % Fragment::SIZE / 2;

@@ -58,8 +58,19 @@ def selective(z: np.ndarray, F: np.ndarray | float = 0) -> np.ndarray:
 
 
 def stick_breaking(z: np.ndarray) -> np.ndarray:
-    """Weights of stick-breaking attention over earlier keys, T = N."""
-    seen = np.tri(z.shape[-1], k=-1, dtype=bool)
-    softplus = np.where(seen, np.logaddexp(0, z), 0)
+    """Weights of stick-breaking attention over earlier keys."""
+    seen, softplus = _broken(z)
     nearer = np.cumsum(softplus[..., ::-1], axis=-1)[..., ::-1]
     return np.where(seen, np.exp(z - nearer), 0)
+
+
+def remainder(z: np.ndarray) -> np.ndarray:
+    """What stick-breaking attention over earlier keys leaves of each query's stick, (B, H, T)."""
+    return np.exp(-_broken(z)[1].sum(-1))
+
+
+def _broken(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which keys a query sees, and -log(1 - beta) of these."""
+    T, N = z.shape[-2:]
+    seen = np.tri(T, N, k=N - T - 1, dtype=bool)
+    return seen, np.where(seen, np.logaddexp(0, z), 0)

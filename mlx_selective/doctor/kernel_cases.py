@@ -9,9 +9,11 @@ import numpy as np
 from ..attention.blocks import QUERY_BLOCK
 from ..attention.selective.definition import plain_selective
 from ..attention.ssa.definition import multiply_rows
-from ..kernels import causal_attention, selective_decode, ssa, tile_words
+from ..attention.stick_breaking.definition import stick_breaking_attention
+from ..kernels import causal_attention, selective_decode, ssa, stick_breaking, tile_words
 from ..kernels import selective as selective_prompt
 from ..kernels.choice import FLOATS
+from . import definitions
 from .definitions import attend, logits, selected, selective, softmax
 
 
@@ -60,6 +62,14 @@ def _queries_keys_values(rng, shape, dtype):
     B, H, T, D = shape
     shapes = (shape, *[(B, H // 2, T + 19, D)] * 2)
     return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
+
+
+def _with_lower_logits(rng, shape, dtype):
+    """The same with 4 taken from each logit, so that something is left of every stick."""
+    q, k, v = _queries_keys_values(rng, shape, dtype)
+    q = mx.concatenate([mx.ones_like(q[..., :1]), q[..., 1:]], axis=-1)
+    lower = mx.full(k[..., :1].shape, -4 / _scale(q), dtype)
+    return [q, mx.concatenate([lower, k[..., 1:]], axis=-1), v]
 
 
 def _three_matrices(rng, shape, dtype):
@@ -130,6 +140,12 @@ def _true_step(q, k, v, F):
     return [output, F, F[:, 1:-1].argmax(1)[:, None] + 1.0]
 
 
+def _stick_breaking(q, k, v):
+    return stick_breaking.stick_breaking(
+        q, k, v, scale=_scale(q), definition=stick_breaking_attention
+    )
+
+
 CHECKS = (
     KernelCheck(
         name="tile_words",
@@ -179,6 +195,20 @@ CHECKS = (
         truth=_true_step,
         results=("output", "F", "slot"),
         parts=("selective_decode", "selective_combine"),
+    ),
+    KernelCheck(
+        name="stick_breaking_attention",
+        head_sizes=stick_breaking.HEAD_SIZES,
+        checked=(2, 4, 77),
+        timed=(1, 16, 2048),
+        arguments=_with_lower_logits,
+        kernel=_stick_breaking,
+        plain=lambda q, k, v: stick_breaking_attention(q, k, v, scale=_scale(q)),
+        truth=lambda q, k, v: [
+            attend(definitions.stick_breaking, q, k, v, _scale(q)),
+            definitions.remainder(definitions.logits(q, k, _scale(q))),
+        ],
+        results=("output", "remainder"),
     ),
     KernelCheck(
         name="ssa_temperature",

@@ -24,6 +24,7 @@ NAMES = (
     "row_sum",
     "reverse_sum",
     "column_sum",
+    "reverse_product",
     "weighted",
 )
 
@@ -39,21 +40,21 @@ def tile_words(a: mx.array, b: mx.array, v: mx.array) -> list[mx.array]:
     Returns:
         ``coordinates`` 100 row + column, ``product`` a b^T and ``staged_product`` the same by
         another way, ``largest`` of its rows, its running sums ``row_sum``, ``reverse_sum`` and
-        ``column_sum``, which start at 1, all float32, (32, 32) or (32,); ``weighted`` a plus
-        product v, (32, 64) in a's dtype.
+        ``column_sum``, which start at 1, the running ``reverse_product`` of 1 + product / 256,
+        all float32, (32, 32) or (32,); ``weighted`` a plus product v, (32, 64) in a's dtype.
 
     Raises:
         KernelError: if no backend runs kernels here, or dtypes differ.
     """
     square = (ROWS, COLUMNS)
-    shapes = [square, square, square, (ROWS,), square, square, square, (ROWS, DEPTH)]
+    shapes = [square, square, square, (ROWS,), *[square] * 4, (ROWS, DEPTH)]
     return _KERNEL(
         inputs=[a, b, v, mx.array([VALID_ROWS], mx.int32)],
         template={"T": a.dtype, "R": ROWS, "C": COLUMNS, "K": DEPTH},
         grid=(32, 1, 1),
         threadgroup=(32, 1, 1),
         output_shapes=shapes,
-        output_dtypes=[mx.float32] * 7 + [a.dtype],
+        output_dtypes=[mx.float32] * 8 + [a.dtype],
         shared_memory=block_bytes(ROWS + COLUMNS, DEPTH, a.dtype),
     )
 
@@ -67,7 +68,7 @@ def plain_tile_words(a: mx.array, b: mx.array, v: mx.array) -> list[mx.array]:
         v: (32, 64).
 
     Returns:
-        The eight results of :func:`tile_words`.
+        The nine results of :func:`tile_words`.
     """
     valid = (mx.arange(ROWS) < VALID_ROWS)[:, None]
     product = (a.astype(mx.float32) * valid) @ b.astype(mx.float32).T
@@ -84,7 +85,7 @@ def true_tile_words(a: np.ndarray, b: np.ndarray, v: np.ndarray) -> list[np.ndar
         v: (32, 64), float64.
 
     Returns:
-        The eight results of :func:`tile_words`, float64.
+        The nine results of :func:`tile_words`, float64.
     """
     a = a * (np.arange(ROWS) < VALID_ROWS)[:, None]
     product = a @ b.T
@@ -102,4 +103,5 @@ def _words(library, product) -> list:
         1 + library.cumsum(product, axis=1),
         1 + library.cumsum(product[:, ::-1], axis=1)[:, ::-1],
         1 + library.cumsum(product, axis=0),
+        library.cumprod((1 + product / 256)[:, ::-1], axis=1)[:, ::-1],
     ]
