@@ -56,3 +56,8 @@ def plain(q, k, v, scale, attend_current=False, begins=None):
     if begins is not None:
         mask = (mx.arange(k.shape[2]) >= begins[:, None])[:, None, None]
     return stick_breaking_attention(q, k, v, scale=scale, attend_current=attend_current, mask=mask)
+
+
+def rms(array: np.ndarray) -> float:
+    """The root mean square."""
+    return np.sqrt((array**2).mean())
