@@ -9,7 +9,7 @@ import numpy as np
 from ..attention.blocks import QUERY_BLOCK
 from ..attention.selective.definition import plain_selective
 from ..attention.ssa.definition import multiply_rows
-from ..attention.stick_breaking.definition import stick_breaking_attention
+from ..attention.stick_breaking.definition import plain_stick_breaking
 from ..kernels import causal_attention, selective_decode, ssa, stick_breaking, tile_words
 from ..kernels import selective as selective_prompt
 from ..kernels.choice import FLOATS
@@ -141,9 +141,7 @@ def _true_step(q, k, v, F):
 
 
 def _stick_breaking(q, k, v):
-    return stick_breaking.stick_breaking(
-        q, k, v, scale=_scale(q), definition=stick_breaking_attention
-    )
+    return stick_breaking.stick_breaking(q, k, v, scale=_scale(q), definition=plain_stick_breaking)
 
 
 CHECKS = (
@@ -203,7 +201,7 @@ CHECKS = (
         timed=(1, 16, 2048),
         arguments=_with_lower_logits,
         kernel=_stick_breaking,
-        plain=lambda q, k, v: stick_breaking_attention(q, k, v, scale=_scale(q)),
+        plain=lambda q, k, v: plain_stick_breaking(q, k, v, scale=_scale(q), attend_current=False),
         truth=lambda q, k, v: [
             attend(definitions.stick_breaking, q, k, v, _scale(q)),
             definitions.remainder(definitions.logits(q, k, _scale(q))),

@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 
-from mlx_selective import stick_breaking_attention
+from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
 from mlx_selective.kernels import launched_by, outputs_start_as
 from mlx_selective.kernels.stick_breaking import stick_breaking
 
@@ -47,7 +47,7 @@ def definition(q, k, v, scale, attend_current=False, begins=None):
 def on_host(q, k, v, scale, **options):
     """The kernel's; outputs begin as NaN, so that what is not written shows."""
     with launched_by(metal_host.execute), outputs_start_as(float("nan")):
-        return stick_breaking(q, k, v, scale=scale, definition=stick_breaking_attention, **options)
+        return stick_breaking(q, k, v, scale=scale, definition=plain_stick_breaking, **options)
 
 
 def plain(q, k, v, scale, attend_current=False, begins=None):
@@ -55,7 +55,7 @@ def plain(q, k, v, scale, attend_current=False, begins=None):
     mask = None
     if begins is not None:
         mask = (mx.arange(k.shape[2]) >= begins[:, None])[:, None, None]
-    return stick_breaking_attention(q, k, v, scale=scale, attend_current=attend_current, mask=mask)
+    return plain_stick_breaking(q, k, v, scale=scale, attend_current=attend_current, mask=mask)
 
 
 def rms(array: np.ndarray) -> float:

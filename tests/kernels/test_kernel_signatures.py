@@ -30,9 +30,8 @@ def as_mlx_writes(parameter: str, T: str) -> str:
     """A parameter of a file with MLX's names of types."""
     if "buffer" not in parameter or re.search(r"_(shape|strides|ndim) \[", parameter):
         return parameter
-    return re.sub(r"\w+(?=\*)", lambda match: MLX_TYPES.get(match[0], match[0]), parameter).replace(
-        "T*", f"{T}*"
-    )
+    known = {**MLX_TYPES, "T": T, "M": T}
+    return re.sub(r"\w+(?=\*)", lambda match: known.get(match[0], match[0]), parameter)
 
 
 def call_of(kernel: Kernel, dtype: mx.Dtype):

@@ -5,11 +5,11 @@ import mlx.core as mx
 import pytest
 from stick_breaking_cases import normal, on_host, plain
 
-from mlx_selective import stick_breaking_attention
+from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
 from mlx_selective.kernels import launched_by, record
 from mlx_selective.kernels.stick_breaking import BLOCKS, shared_bytes, stick_breaking
 
-CALL = {"scale": 0.125, "definition": stick_breaking_attention}
+CALL = {"scale": 0.125, "definition": plain_stick_breaking}
 
 
 def never(*_, **__):

@@ -1,4 +1,4 @@
-"""Stick-breaking attention in plain MLX: the definition, and the path where no kernel applies.
+"""Stick-breaking attention: the definition in plain MLX, which also runs where no kernel applies.
 
 Tan, Yang, Courville, Panda, Shen: Scaling Stick-Breaking Attention, arXiv 2410.17980. What
 becomes of the remainder: github.com/IBM/dolomite-engine, models/stickbreaking/attention.py.
@@ -6,6 +6,7 @@ becomes of the remainder: github.com/IBM/dolomite-engine, models/stickbreaking/a
 
 import mlx.core as mx
 
+from ...kernels.stick_breaking import stick_breaking
 from ..blocks import QUERY_BLOCK, scan_queries
 from ..heads import check_heads, head_logits, weigh_values
 from ..visibility import Visibility
@@ -45,7 +46,7 @@ def stick_breaking_attention(
             then breaks nothing off the stick. Causality holds in any case.
         segment_ids: (B, N) or (N,) integers, for documents packed into one sequence: runs of
             equal ids. A stick ends at the border of its document.
-        block_size: queries per block.
+        block_size: queries per block, where no kernel runs.
 
     Returns:
         The output (B, H, T, Dv) in q's dtype and the remainder (B, H, T) in float32.
@@ -58,6 +59,29 @@ def stick_breaking_attention(
         ValueError: if shapes do not belong together.
     """
     check_heads(q, k, v)
+    # One query alone would leave a GPU idle: its heads are the only work there is.
+    if mask is None and segment_ids is None and q.shape[2] > 1:
+        results = stick_breaking(
+            q, k, v, scale=scale, attend_current=attend_current, definition=plain_stick_breaking
+        )
+        if results is not None:
+            return results
+    return plain_stick_breaking(
+        q,
+        k,
+        v,
+        scale=scale,
+        attend_current=attend_current,
+        mask=mask,
+        segment_ids=segment_ids,
+        block_size=block_size,
+    )
+
+
+def plain_stick_breaking(
+    q, k, v, *, scale, attend_current, mask=None, segment_ids=None, block_size=QUERY_BLOCK
+):
+    """:func:`stick_breaking_attention` in plain MLX, whatever kernels there are."""
     visibility = Visibility(
         q.shape[0],
         q.shape[2],

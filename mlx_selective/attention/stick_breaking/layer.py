@@ -56,8 +56,8 @@ class StickBreakingCall(LayerCall):
             keys, values = mx.dequantize(*keys, **kinds), mx.dequantize(*values, **kinds)
         remainder_form, key_heads = self.method.remainder, keys.shape[1]
         tiled = self.method.grouping == "tiled"
-        # float32 comes back for float32, so nothing is rounded before the remainder is in.
-        q = queries.astype(mx.float32)
+        # float32 comes back for float32, so nothing is rounded before a remainder is in.
+        q = queries if remainder_form == "none" else queries.astype(mx.float32)
         output, remainder = stick_breaking_attention(
             untile_heads(q, key_heads) if tiled else q,
             keys,
