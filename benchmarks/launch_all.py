@@ -6,6 +6,8 @@ For a checker of memory and races to watch:
 
 import mlx.core as mx
 
+from mlx_selective import selective_attention, stick_breaking_attention
+from mlx_selective.attention.selective.definition import selective_step
 from mlx_selective.attention.ssa.definition import multiply_rows
 from mlx_selective.kernels import ssa_temperature
 from mlx_selective.kernels.causal_attention import HEAD_SIZES, causal_attention
@@ -28,9 +30,26 @@ def main() -> None:
                 q, k, v = (normal((1, h, n, D), dtype) for h, n in ((2, T), (1, N), (1, N)))
                 # logits so large that later blocks of keys rescale the sums of earlier ones
                 launches.append(causal_attention(8 * q, k, v, scale=D**-0.5))
+                launches += selective_attention(q, k, v, scale=D**-0.5, return_remaining=True)
+                launches += stick_breaking_attention(q, k, v, scale=D**-0.5)
+            # a cache of one split, and of several
+            for N in (40, 1100):
+                q, k, v = (normal((2, h, n, D), dtype) for h, n in ((4, 1), (2, N), (2, N)))
+                positions = mx.broadcast_to(mx.arange(N), (2, N))
+                launches += selective_step(
+                    q,
+                    k,
+                    v,
+                    scale=D**-0.5,
+                    query_positions=positions[:, -1:],
+                    key_positions=positions,
+                    F=mx.zeros((2, N)),
+                    evicts=[1, 1],
+                )
+                launches += stick_breaking_attention(q, k, v, scale=D**-0.5)
     mx.eval(launches)
     mx.synchronize()
-    print(f"{len(launches)} launches")
+    print(f"{len(launches)} results")
 
 
 def normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

@@ -14,7 +14,6 @@ using uint = unsigned int;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 #define M_LOG2E_F 1.44269504f
-#define M_LN2_F 0.693147181f
 
 #define THREADGROUP_MEMORY(T, name, size)                              \
   extern __shared__ __align__(16) unsigned char name##_of_block[];     \

@@ -72,7 +72,8 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
   const RowsOf<T> value = {v + b * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3]};
 
   Query<D, HEADS> query;
-  query.load(q + row * D, scale[0] * M_LOG2E_F, lane);
+  query.load(q + row * D, lane);
+  const float scale_log2 = scale[0] * M_LOG2E_F;
   Weights weights[HEADS];
 #pragma unroll
   for (short h = 0; h < HEADS; h++) {
@@ -90,14 +91,14 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
     if (head == 0 && mine < end) {
       // The first token is never forgotten, and a token never makes anyone forget itself.
       const bool stays = position <= 0 || position == own;
-      const float now = forgotten + (visible && !stays ? metal::max(z[0] * M_LN2_F, 0.0f) : 0.0f);
+      const float now = forgotten + (visible && !stays ? metal::max(z[0] * scale[0], 0.0f) : 0.0f);
       after[at] = now;
       best.take_better({evicts == 0 ? 0.0f : stays ? -1.0f : now, position, mine});
     }
 #pragma unroll
     for (short h = 0; h < HEADS; h++) {
       float factor;
-      z[h] = weights[h].of(visible ? z[h] - forgotten * M_LOG2E_F : -INFINITY, factor);
+      z[h] = weights[h].of(visible ? z[h] * scale_log2 - forgotten * M_LOG2E_F : -INFINITY, factor);
       query.rescale(h, factor);
     }
     query.add(z, value, first, end, lane);

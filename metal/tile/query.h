@@ -2,7 +2,7 @@
 // keys at a time. While products are formed eight lanes share a key, so that rows are read in runs; then each
 // lane has the logits of one key, so that each weight is formed once.
 //
-//   Query<D, HEADS> query;  query.load(q, scale, lane);
+//   Query<D, HEADS> query;  query.load(q, lane);
 //   float z[HEADS];  query.logits(z, keys, first, end, lane);     // of key first + query.own(lane)
 //   query.add(z, values, first, end, lane);                       // z: weights by now
 //   query.gather(memory, h, lane);                                // D sums to threadgroup memory
@@ -45,18 +45,18 @@ struct Query {
 
   // q (HEADS, D), row-contiguous.
   template <typename T>
-  METAL_FUNC void load(const device T* source, float scale, ushort lane) {
+  METAL_FUNC void load(const device T* source, ushort lane) {
 #pragma unroll
     for (short h = 0; h < HEADS; h++) {
 #pragma unroll
       for (short e = 0; e < SIZE; e++) {
-        q[h][e] = float(source[h * D + element(e, lane)]) * scale;
+        q[h][e] = float(source[h * D + element(e, lane)]);
         o[h][e] = 0;
       }
     }
   }
 
-  // The logits of the lane's own key; anything beyond `end`.
+  // The products with the lane's own key; anything beyond `end`.
   template <typename T>
   METAL_FUNC void logits(thread float* z, RowsOf<T> keys, int first, int end, ushort lane) const {
 #pragma unroll

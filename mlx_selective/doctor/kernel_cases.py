@@ -10,7 +10,14 @@ from ..attention.blocks import QUERY_BLOCK
 from ..attention.selective.definition import plain_selective
 from ..attention.ssa.definition import multiply_rows
 from ..attention.stick_breaking.definition import plain_stick_breaking
-from ..kernels import causal_attention, selective_decode, ssa, stick_breaking, tile_words
+from ..kernels import (
+    causal_attention,
+    selective_decode,
+    ssa,
+    stick_breaking,
+    stick_breaking_decode,
+    tile_words,
+)
 from ..kernels import selective as selective_prompt
 from ..kernels.choice import FLOATS
 from . import definitions
@@ -64,11 +71,11 @@ def _queries_keys_values(rng, shape, dtype):
     return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(dtype) for s in shapes]
 
 
-def _with_lower_logits(rng, shape, dtype):
-    """The same with 4 taken from each logit, so that something is left of every stick."""
+def _with_lower_logits(rng, shape, dtype, by=4):
+    """The same with ``by`` taken from each logit, so that something is left of every stick."""
     q, k, v = _queries_keys_values(rng, shape, dtype)
     q = mx.concatenate([mx.ones_like(q[..., :1]), q[..., 1:]], axis=-1)
-    lower = mx.full(k[..., :1].shape, -4 / _scale(q), dtype)
+    lower = mx.full(k[..., :1].shape, -by / _scale(q), dtype)
     return [q, mx.concatenate([lower, k[..., 1:]], axis=-1), v]
 
 
@@ -92,6 +99,12 @@ def _one_query(rng, shape, dtype):
     q, k, v = _queries_keys_values(rng, shape, dtype)
     k, v = k[:, :, : shape[2]], v[:, :, : shape[2]]
     return [q[:, :, :1], k, v, _left_on(rng, k, shape[2] - 1)]
+
+
+def _one_stick(rng, shape, dtype):
+    """One query over many keys, each of which takes little."""
+    q, k, v = _with_lower_logits(rng, shape, dtype, by=8)
+    return [q[:, :, :1], k[:, :, : shape[2]], v[:, :, : shape[2]]]
 
 
 def _left_on(rng, k, earlier):
@@ -138,6 +151,11 @@ def _plain_step(q, k, v, F):
 def _true_step(q, k, v, F):
     output, F, _ = _true_selective(q, k, v, F)
     return [output, F, F[:, 1:-1].argmax(1)[:, None] + 1.0]
+
+
+def _true_stick_breaking(q, k, v):
+    output = attend(definitions.stick_breaking, q, k, v, _scale(q))
+    return [output, definitions.remainder(logits(q, k, _scale(q)))]
 
 
 def _stick_breaking(q, k, v):
@@ -202,11 +220,22 @@ CHECKS = (
         arguments=_with_lower_logits,
         kernel=_stick_breaking,
         plain=lambda q, k, v: plain_stick_breaking(q, k, v, scale=_scale(q), attend_current=False),
-        truth=lambda q, k, v: [
-            attend(definitions.stick_breaking, q, k, v, _scale(q)),
-            definitions.remainder(definitions.logits(q, k, _scale(q))),
-        ],
+        truth=_true_stick_breaking,
         results=("output", "remainder"),
+    ),
+    KernelCheck(
+        name="stick_breaking_decode",
+        head_sizes=stick_breaking_decode.HEAD_SIZES,
+        checked=(2, 4, 777),
+        timed=(1, 16, 4096),
+        arguments=_one_stick,
+        kernel=lambda q, k, v: stick_breaking_decode.stick_breaking_decode(
+            q, k, v, scale=_scale(q), attend_current=False, plain=None
+        ),
+        plain=lambda q, k, v: plain_stick_breaking(q, k, v, scale=_scale(q), attend_current=False),
+        truth=_true_stick_breaking,
+        results=("output", "remainder"),
+        parts=("stick_breaking_decode", "stick_breaking_combine"),
     ),
     KernelCheck(
         name="ssa_temperature",

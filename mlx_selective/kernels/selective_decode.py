@@ -1,6 +1,5 @@
 """One query of selective attention over a cache: attention, the new F and the key to evict."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
@@ -10,15 +9,12 @@ from .choice import choose_backend, why_not_array
 from .gradient import with_gradient_of
 from .kernel import Kernel
 from .signature import CONSTANT_BELOW
+from .splits import SIMDGROUPS, share_keys
 
 DECODE = Kernel("selective/decode.metal")
 COMBINE = Kernel("selective/combine.metal")
 #: head sizes D that the kernels are written for
 HEAD_SIZES = (64, 80, 96, 128)
-#: simdgroups of a threadgroup; elements of all its queries, as registers allow
-SIMDGROUPS, ELEMENTS = 4, 320
-#: keys that one threadgroup goes through, and how many splits of them there are at most
-SPLIT, MOST_SPLITS = 512, 64
 
 
 def selective_decode(
@@ -85,9 +81,7 @@ def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
 
 def _launch(q, k, v, F, scale, query_positions, key_positions, evicts) -> list[mx.array]:
     (B, H, _, D), (_, Hkv, N, _) = q.shape, k.shape
-    heads = next(n for n in (4, 2, 1) if H // Hkv % n == 0 and (n == 1 or n * D <= ELEMENTS))
-    keys = max(SPLIT, 32 * math.ceil(N / MOST_SPLITS / 32))
-    splits = math.ceil(N / keys)
+    heads, keys, splits = share_keys(H // Hkv, N, D)
     split = splits > 1
     rows = mx.concatenate([query_positions, mx.array(evicts, mx.int32)[:, None]], axis=1)
     if rows.size < CONSTANT_BELOW:

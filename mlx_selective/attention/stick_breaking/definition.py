@@ -7,6 +7,7 @@ becomes of the remainder: github.com/IBM/dolomite-engine, models/stickbreaking/a
 import mlx.core as mx
 
 from ...kernels.stick_breaking import stick_breaking
+from ...kernels.stick_breaking_decode import stick_breaking_decode
 from ..blocks import QUERY_BLOCK, scan_queries
 from ..heads import check_heads, head_logits, weigh_values
 from ..visibility import Visibility
@@ -59,11 +60,8 @@ def stick_breaking_attention(
         ValueError: if shapes do not belong together.
     """
     check_heads(q, k, v)
-    # One query alone would leave a GPU idle: its heads are the only work there is.
-    if mask is None and segment_ids is None and q.shape[2] > 1:
-        results = stick_breaking(
-            q, k, v, scale=scale, attend_current=attend_current, definition=plain_stick_breaking
-        )
+    if mask is None and segment_ids is None:
+        results = _by_kernel(q, k, v, scale, attend_current)
         if results is not None:
             return results
     return plain_stick_breaking(
@@ -76,6 +74,16 @@ def stick_breaking_attention(
         segment_ids=segment_ids,
         block_size=block_size,
     )
+
+
+def _by_kernel(q, k, v, scale, attend_current):
+    """The output and the remainder, or None where no kernel applies."""
+    plain = {"scale": scale, "attend_current": attend_current}
+    if q.shape[2] == 1:
+        return stick_breaking_decode(
+            q, k, v, plain=lambda *arrays: list(plain_stick_breaking(*arrays, **plain)), **plain
+        )
+    return stick_breaking(q, k, v, definition=plain_stick_breaking, **plain)
 
 
 def plain_stick_breaking(

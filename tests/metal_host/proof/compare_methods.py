@@ -18,7 +18,7 @@ import numpy as np
 
 import metal_host
 from metal_host.proof.mlx_attention import Problem, steel
-from mlx_selective import selective_attention
+from mlx_selective import selective_attention, stick_breaking_attention
 from mlx_selective.kernels import launched_by
 
 
@@ -27,7 +27,13 @@ def selective(problem: Problem) -> mx.array:
     return selective_attention(problem.q, problem.k, problem.v, scale=problem.scale)
 
 
-METHODS = {"selective": selective}
+def stick_breaking(problem: Problem) -> mx.array:
+    """Stick-breaking attention, with logits so low that no stick ends early."""
+    q, k = mx.abs(problem.q), -mx.abs(problem.k)
+    return stick_breaking_attention(q, k, problem.v, scale=problem.scale)[0]
+
+
+METHODS = {"selective": selective, "stick_breaking": stick_breaking}
 
 
 def counts(reports: list[metal_host.Report]) -> dict[str, int]:

@@ -1,0 +1,98 @@
+// One query of stick-breaking attention over a cache (Tan et al. 2024, arXiv 2410.17980), newest keys first.
+// Each simdgroup goes through keys that follow one another and breaks a stick of its own; what older keys
+// take is then shortened by what is left of the newer sticks. It stops when at most 2^-29 is left of its
+// own: what is not read would have changed an output by at most 2^-29 times the largest |v|.
+#include "../tile/query.h"
+#include "sticks.h"
+
+// q (B, H, D); k and v (B, Hkv, N, D), any strides; begins (B or more): each row's first key that is visible;
+// sizes {N, H, Hkv, splits, keys of a split, end}: keys from `end` on are not seen; scale {scale}.
+//   out (B, H, D), remainder (B, H)
+// SPLIT: instead, for stick_breaking/combine.metal, sums (B, H, splits, D) and lefts (B, H, splits), log2 of what
+// each split leaves
+// Grid: splits, H / HEADS, B threadgroups of SIMDGROUPS simdgroups; HEADS share a head of keys.
+template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
+[[kernel]] void stick_breaking_decode(
+    const device T* q [[buffer(0)]],
+    const device T* k [[buffer(1)]],
+    const constant int64_t* k_strides [[buffer(2)]],
+    const device T* v [[buffer(3)]],
+    const constant int64_t* v_strides [[buffer(4)]],
+    const device int* begins [[buffer(5)]],
+    const constant int* sizes [[buffer(6)]],
+    const constant float* scale [[buffer(7)]],
+    device T* out [[buffer(8)]],
+    device float* remainder [[buffer(9)]],
+    device float* sums [[buffer(10)]],
+    device float* lefts [[buffer(11)]],
+    uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
+    uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
+    uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
+    uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
+  // Of each simdgroup and head D sums, then what it leaves.
+  constexpr int PARTS = SIMDGROUPS * HEADS;
+  THREADGROUP_MEMORY(float, memory, PARTS * (D + 1));
+  threadgroup float* const part_lefts = memory + PARTS * D;
+
+  const ushort lane = thread_index_in_simdgroup;
+  const int simdgroup = simdgroup_index_in_threadgroup, splits = sizes[3];
+  const int split = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y * HEADS;
+  const long b = threadgroup_position_in_grid.z, row = b * sizes[1] + head;
+  const int key_head = head / (sizes[1] / sizes[2]);
+  const int visible = metal::max(begins[b], 0);
+  // A split's keys are cut into equal shares, the last simdgroup's the newest.
+  const int share = sizes[4] / SIMDGROUPS;
+  const int begin = split * sizes[4] + simdgroup * share, end = metal::min(sizes[5], begin + share);
+  const RowsOf<T> key = {k + b * k_strides[0] + key_head * k_strides[1], k_strides[2], k_strides[3]};
+  const RowsOf<T> value = {v + b * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3]};
+
+  Query<D, HEADS> query;
+  query.load(q + row * D, lane);
+  const float scale_log2 = scale[0] * M_LOG2E_F;
+  float left[HEADS]; // log2 of it
+#pragma unroll
+  for (short h = 0; h < HEADS; h++) {
+    left[h] = 0;
+  }
+  bool live = end > begin;
+  for (int first = begin + (end - 1 - begin) / 32 * 32; live && first >= begin && first + 32 > visible; first -= 32) {
+    float z[HEADS];
+    query.logits(z, key, first, end, lane);
+    const int mine = first + query.own(lane);
+    live = false;
+#pragma unroll
+    for (short h = 0; h < HEADS; h++) {
+      z[h] = take_share(mine < end && mine >= visible ? z[h] * scale_log2 : -INFINITY, left[h], lane);
+      live = live || !LogForm::used_up(left[h]);
+    }
+    query.add(z, value, first, end, lane);
+  }
+
+#pragma unroll
+  for (short h = 0; h < HEADS; h++) {
+    const int at = h * SIMDGROUPS + simdgroup;
+    query.gather(memory + at * D, h, lane);
+    if (lane == 0) {
+      part_lefts[at] = left[h];
+    }
+  }
+  metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  for (int i = thread_index_in_threadgroup; i < HEADS * D; i += SIMDGROUPS * 32) {
+    const int h = i / D, d = i % D, first = h * SIMDGROUPS;
+    float rest;
+    const float sum = join_sticks(part_lefts + first, memory + first * D + d, D, SIMDGROUPS, rest);
+    const long at = SPLIT ? (row + h) * splits + split : row + h;
+    if constexpr (SPLIT) {
+      sums[at * D + d] = sum;
+    } else {
+      out[at * D + d] = T(sum);
+    }
+    if (d == 0) {
+      if constexpr (SPLIT) {
+        lefts[at] = rest;
+      } else {
+        remainder[at] = metal::fast::exp2(rest);
+      }
+    }
+  }
+}

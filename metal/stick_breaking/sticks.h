@@ -1,0 +1,35 @@
+// Sticks of single queries: 32 keys at a time, one a lane as tile/query.h has them, and parts made one. What is
+// left is a logarithm, as in LogForm: many keys that take little are added up exactly enough.
+#pragma once
+#include "../tile/query.h"
+#include "forms.h"
+
+// From the logit, in base 2, of the lane's own key to its weight. `left`, log2 of what is left of the stick and
+// the same in all lanes, takes in the 32 keys.
+METAL_FUNC float take_share(float z, thread float& left, ushort lane) {
+  const float tail = LogForm::log2_of_one_plus(metal::fast::exp2(-metal::abs(z)));
+  const float broken = (z < 0 ? 0 : z) + tail; // -log2(1 - beta)
+  // The lanes' keys are not in the lanes' order: lane l gets the key that is l-th of the 32.
+  float nearer = 0, total = metal::simd_shuffle(broken, ushort(lane % 4 * 8 + lane / 4));
+#pragma unroll
+  for (ushort bit = 1; bit < 32; bit *= 2) {
+    scan_step<Sum>(nearer, total, lane, bit, true);
+  }
+  nearer = metal::simd_shuffle(nearer, ushort(lane % 8 * 4 + lane / 8));
+  const float weight = metal::fast::exp2((z < 0 ? z : 0) - tail + (left - nearer));
+  left -= total;
+  return weight;
+}
+
+// One stick of parts of which the last has the newest keys: log2 of what each left, and the sums of one
+// element, `step` apart. Gives the element's sum; `left` becomes log2 of what all leave.
+template <typename P>
+METAL_FUNC float join_sticks(P lefts, P sums, int step, int parts, thread float& left) {
+  float sum = 0;
+  left = 0;
+  for (int part = parts - 1; part >= 0; part--) {
+    sum = metal::fma(metal::fast::exp2(left), sums[part * step], sum);
+    left += lefts[part];
+  }
+  return sum;
+}
