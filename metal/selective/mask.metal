@@ -10,11 +10,12 @@
 // padding and beyond the last, P a multiple of 16, TP > T; before (B, P), F of earlier queries.
 // sizes {T, N, P, TP, start, rows}: the chunk is the `rows` queries from `start` on; numbers {scale, tau}.
 //   mask (B, rows, P)       -F / scale as query i sees key j, -inf where it does not see it. Not written
-//                           where no query of the same ALIGN sees a key of the threadgroup.
+//                           where it is not read.
 //   after (B, P)            F after the chunk
 //   remaining (B, rows, P / 16)  sum over 16 keys of 1 - min(F, tau) / tau where the query sees them
-// Grid: ceil(P / KEYS), B threadgroups of KEYS / 16 simdgroups. ALIGN: a multiple of R.
-template <typename T, typename M, int D, int KEYS, int R, int ALIGN, bool REMAINING>
+// Grid: ceil(P / KEYS), B threadgroups of KEYS / 16 simdgroups. ALIGN, BK: the blocks of queries, a multiple
+// of R, and of keys in which the mask is read.
+template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, bool REMAINING>
 [[kernel]] void selective_mask(
     const device T* q [[buffer(0)]],
     const device T* k [[buffer(1)]],
@@ -55,8 +56,9 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, bool REMAIN
   }
   copy_block<KEYS, D, THREADS>(ks, k + (b * keys + first) * D, D, keys - first, index);
 
-  // Queries stand behind all keys but their own: those before see nothing of these.
-  const int seen = metal::max(0, first - (keys - queries) - sizes[4]) / ALIGN * ALIGN;
+  // Queries stand behind all keys but their own: those before see nothing of these, but may read them in one
+  // block with keys that they see.
+  const int seen = metal::max(0, first / BK * BK - (keys - queries) - sizes[4]) / ALIGN * ALIGN;
   for (int top = seen; top < rows; top += R) {
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     copy_block<R, D, THREADS>(memory, query + long(top) * D, D, rows - top, index);

@@ -140,7 +140,7 @@ def _launch(q, k, v, F, scale, query_positions, key_positions, remaining, chunk)
     for start in range(0, T, chunk):
         rows = min(chunk, T - start)
         mask, F, part = _mask(
-            *heads0, *positions, F, start, rows, scale, mask_dtype, blocks.queries, remaining
+            *heads0, *positions, F, start, rows, scale, mask_dtype, blocks, remaining
         )
         outputs.append(_attention(q, k, v, mask, start, rows, scale, blocks))
         # The next chunk's mask takes the place of this one's, not one beside it.
@@ -153,7 +153,7 @@ def _launch(q, k, v, F, scale, query_positions, key_positions, remaining, chunk)
     return results
 
 
-def _mask(q, k, query_positions, key_positions, F, start, rows, scale, dtype, align, remaining):
+def _mask(q, k, query_positions, key_positions, F, start, rows, scale, dtype, blocks, remaining):
     """The additive mask of a chunk (B, rows, P), F after it (B, P), remaining memory by keys."""
     (B, T, D), N, P = q.shape, k.shape[1], F.shape[1]
     keys, step = MASK_BLOCKS[find_backend().name or "metal", q.dtype.size]
@@ -166,7 +166,8 @@ def _mask(q, k, query_positions, key_positions, F, start, rows, scale, dtype, al
             "D": D,
             "KEYS": keys,
             "R": step,
-            "ALIGN": align,
+            "ALIGN": blocks.queries,
+            "BK": blocks.keys,
             "REMAINING": remaining,
         },
         grid=(math.ceil(P / keys) * 2 * keys, B, 1),

@@ -11,6 +11,7 @@ from methods import error, float64
 from mlx_selective import selective_attention
 from mlx_selective.kernels import launched_by, outputs_start_as, record
 from mlx_selective.kernels import selective as module
+from mlx_selective.kernels.blocks import Blocks
 from mlx_selective.kernels.selective import selective
 
 pytest.importorskip("ziglang")
@@ -144,6 +145,18 @@ def test_all_is_forgotten_but_the_first_and_the_own(dtype):
     q = mx.concatenate([mx.abs(q[..., :1]) * 100 + 100, 0 * q[..., 1:]], -1).astype(dtype)
     k = mx.concatenate([mx.abs(k[..., :1]) * 20 + 20, 0 * k[..., 1:]], -1).astype(dtype)
     check(((q, k, v, F, *positions), 1.0))
+
+
+@pytest.mark.parametrize(
+    "dtype, keys",
+    [(mx.float32, 16), (mx.float32, 48), (mx.bfloat16, 48), (mx.bfloat16, 96)],
+    ids=str,
+)
+def test_blocks_that_do_not_fit_the_masks(dtype, keys, monkeypatch):
+    """A block of keys reaches into keys that its queries do not see, and into the next strip."""
+    monkeypatch.setitem(module.BLOCKS, ("metal", dtype.size), {64: Blocks(16, keys, 8, 1)})
+    for T, earlier in ((100, 0), (70, 45), (33, 30)):
+        check((problem(dtype, T=T, earlier=earlier, heads=(2, 1)), 0.125), chunk=32)
 
 
 def test_keys_in_any_order_before_the_queries():
