@@ -68,8 +68,8 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
   const int key_head = head / (sizes[1] / sizes[2]);
   const int begin = split * sizes[4], end = metal::min(keys, begin + sizes[4]);
   const int own = rows[2 * b], evicts = rows[2 * b + 1];
-  const RowsOf<T> key = {k + b * k_strides[0] + key_head * k_strides[1], k_strides[2], k_strides[3]};
-  const RowsOf<T> value = {v + b * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3]};
+  const RowsOf<T> key(k + b * k_strides[0] + key_head * k_strides[1], k_strides[2], k_strides[3]);
+  const RowsOf<T> value(v + b * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3]);
 
   Query<D, HEADS> query;
   query.load(q + row * D, lane);

@@ -43,8 +43,8 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
   // A split's keys are cut into equal shares, the last simdgroup's the newest.
   const int share = sizes[4] / SIMDGROUPS;
   const int begin = split * sizes[4] + simdgroup * share, end = metal::min(sizes[5], begin + share);
-  const RowsOf<T> key = {k + b * k_strides[0] + key_head * k_strides[1], k_strides[2], k_strides[3]};
-  const RowsOf<T> value = {v + b * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3]};
+  const RowsOf<T> key(k + b * k_strides[0] + key_head * k_strides[1], k_strides[2], k_strides[3]);
+  const RowsOf<T> value(v + b * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3]);
 
   Query<D, HEADS> query;
   query.load(q + row * D, lane);

@@ -9,17 +9,23 @@
 #pragma once
 #include "row.h"
 
-// Rows of D elements: where they are, from row to row, and from element to element.
+// Rows of elements: where they are, from row to row, and from element to element.
 template <typename T>
 struct RowsOf {
   const device T* start;
   long row, element;
+  bool vectors; // whether runs may be read at once
+
+  METAL_FUNC RowsOf(const device T* first, long from_row, long from_element)
+      : start(first), row(from_row), element(from_element) {
+    vectors = element == 1 && row * long(sizeof(T)) % 16 == 0 && begins_vector(start);
+  }
 
   // Every eighth run of W elements, from the part-th on.
   template <int D, int W>
   METAL_FUNC void read(thread float* x, int index, ushort part) const {
     const device T* source = start + index * row;
-    if (element == 1) {
+    if (vectors) {
 #pragma unroll
       for (short r = 0; r < D / 8 / W; r++) {
         load_run<W>(x + r * W, source + (r * 8 + part) * W);

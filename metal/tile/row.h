@@ -2,10 +2,10 @@
 #pragma once
 #include "layout.h"
 
-// W neighbouring elements, widened, from an address that is a multiple of their size.
+// W neighbouring elements, widened, from an address that is a multiple of their size or of 16.
 template <int W, typename T>
 METAL_FUNC void load_run(thread float* x, const device T* source) {
-  struct alignas(W * sizeof(T)) Run {
+  struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Run {
     T x[W];
   };
   const Run run = *reinterpret_cast<const device Run*>(source);
