@@ -93,7 +93,12 @@ def together(model, prompts, counts, caches=None, **options):
 @pytest.mark.parametrize(
     "family, attention",
     [
-        pytest.param(family, attention, id=f"{family}-{name}")
+        pytest.param(
+            family,
+            attention,
+            id=f"{family}-{name}",
+            marks=pytest.mark.slow if family == "gpt_neox" else (),
+        )
         for family in ("llama", "gpt2", "gpt_neox")
         for name, attention in ATTENTIONS.items()
         if (family, name) != ("gpt2", "stick_breaking")  # it has no RoPE to leave out

@@ -48,6 +48,7 @@ def test_names_every_source_of_its_training_text(checkpoints):
         assert licence in line
 
 
+@pytest.mark.slow
 def test_perplexities_are_those_of_its_readme(converted, checkpoints):
     """The first four held-out documents, read whole with every key kept."""
     arrays = np.load(checkpoints / "llama-selective" / "expected.npz")

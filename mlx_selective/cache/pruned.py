@@ -102,7 +102,7 @@ class PrunedKVCache(BatchRows):
         """Stores F (B, live) after the attention of this call, and evicts down to the budget.
 
         Args:
-            F: after this call's queries.
+            F: (B, live) float32, after this call's queries.
             slots: (B, 1) int32, where one key leaves in each row (or an empty slot is, in rows
                 in which none does): what a kernel chose by the same rule.
         """

@@ -76,7 +76,7 @@ def test_forward(name, options, qkv):
 
 
 @pytest.mark.parametrize(
-    "name", ["selective", pytest.param("stick_breaking", marks=pytest.mark.slow)]
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("selective", "stick_breaking")]
 )
 def test_backward(name, qkv):
     function, _, stated = FUNCTIONS[name]

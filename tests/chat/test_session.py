@@ -260,6 +260,7 @@ def test_reset_forgets_and_frees(builtin_session):
     assert take(session, "Hello", "stop 5") == first
 
 
+@pytest.mark.slow
 def test_a_long_chat_stays_at_the_budget(builtin_session):
     session = builtin_session
     session.max_tokens = 36

@@ -122,8 +122,13 @@ def selective_step(
     """One token of each row over what a cache kept, with the choice of the key to evict.
 
     Args:
-        q, k, v, scale, query_positions, key_positions, F: as for :func:`selective_attention`,
-            with one query, all given.
+        q: (B, H, 1, D), float32, float16 or bfloat16.
+        k: (B, Hkv, N, D).
+        v: (B, Hkv, N, Dv).
+        scale: multiplies the logits.
+        query_positions: (B, 1) int32, as for :func:`selective_attention`.
+        key_positions: (B, N) int32.
+        F: (B, N) float32, what earlier queries left on the keys.
         evicts: for each row, whether a key leaves after this token.
 
     Returns:
