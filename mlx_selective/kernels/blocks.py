@@ -23,6 +23,12 @@ class Blocks(NamedTuple):
     staged: bool = False
 
 
+#: head sizes D that the attention kernels are written for
+HEAD_SIZES = (64, 80, 96, 128)
+#: on Metal, by head size: MLX's own sizes (steel_attention)
+METAL = dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)}
+
+
 def heads_together(heads: int, each: int) -> int:
     """How many heads to work at side by side, so that their keys and values stay in the cache.
 

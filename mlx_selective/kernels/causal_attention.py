@@ -10,23 +10,19 @@ from functools import lru_cache
 import mlx.core as mx
 
 from .backend import find_backend
-from .blocks import Blocks, heads_together
+from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
 from .choice import FLOATS
 from .kernel import Kernel
 from .threadgroup_memory import block_bytes
 
 _KERNEL = Kernel("attention/causal.metal")
 
-#: head sizes D that the kernel is written for
-HEAD_SIZES = (64, 80, 96, 128)
-
-
-#: By backend, bytes of an element and head size. Metal: MLX's own sizes (steel_attention). CUDA: as
-#: many rows as the registers hold, since a fragment of keys is read once for all of a simdgroup's
-#: rows (float32 at D 80 spills twelve words); measured on an H200.
+#: By backend, bytes of an element and head size. CUDA: as many rows as the registers hold, since a
+#: fragment of keys is read once for all of a simdgroup's rows (float32 at D 80 spills twelve
+#: words); measured on an H200.
 BLOCKS = {
-    ("metal", 2): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
-    ("metal", 4): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
+    ("metal", 2): METAL,
+    ("metal", 4): METAL,
     ("cuda", 2): {
         64: Blocks(128, 96, 32, 2),
         80: Blocks(128, 64, 32, 2, True),

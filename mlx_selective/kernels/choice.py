@@ -50,3 +50,24 @@ def why_not_array(array: mx.array, head_sizes: Sequence[int]) -> str:
     if array.size >= 2**31:
         return f"{array.size} elements, more than 32 bits count"
     return ""
+
+
+def why_not_heads(q: mx.array, k: mx.array, v: mx.array, head_sizes: Sequence[int]) -> str:
+    """Why a kernel does not take queries, keys and values together.
+
+    Args:
+        q: (B, H, T, D) is what kernels take.
+        k: (B, Hkv, N, D).
+        v: (B, Hkv, N, D).
+        head_sizes: the D that the kernel is written for.
+
+    Returns:
+        The reason, "" if there is none.
+    """
+    for array in (q, k, v):
+        reason = why_not_array(array, head_sizes)
+        if reason:
+            return reason
+        if array.dtype != q.dtype or array.shape[-1] != q.shape[-1]:
+            return "queries, keys and values differ in dtype or head size"
+    return ""

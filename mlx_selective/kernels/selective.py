@@ -8,16 +8,14 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .backend import find_backend
-from .blocks import Blocks, heads_together
-from .choice import choose_backend, why_not_array
+from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
+from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
 from .kernel import Kernel
 from .threadgroup_memory import block_bytes
 
 MASK = Kernel("selective/mask.metal")
 ATTENTION = Kernel("selective/attention.metal")
-#: head sizes D that the kernels are written for
-HEAD_SIZES = (64, 80, 96, 128)
 #: The mask holds -F / scale in float16, which counts to 65504, beside half-precision heads: with a
 #: scale from here on, what overflows has a weight of less than exp(-128).
 SMALLEST_SCALE = 1 / 512
@@ -34,8 +32,8 @@ class MaskBlocks(NamedTuple):
 
 #: By backend, bytes of an element and head size; see causal_attention.
 BLOCKS = {
-    ("metal", 2): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
-    ("metal", 4): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
+    ("metal", 2): METAL,
+    ("metal", 4): METAL,
     ("cuda", 2): {
         64: Blocks(128, 64, 32, 2),
         80: Blocks(128, 64, 32, 2, True),
@@ -107,12 +105,9 @@ def selective(
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array, scale: float) -> str:
     """What the kernels cannot do of this call; "" if they can all."""
-    for array in (q, k, v):
-        reason = why_not_array(array, HEAD_SIZES)
-        if reason:
-            return reason
-        if array.dtype != q.dtype or array.shape[-1] != q.shape[-1]:
-            return "queries, keys and values differ in dtype or head size"
+    reason = why_not_heads(q, k, v, HEAD_SIZES)
+    if reason:
+        return reason
     if q.shape[2] == 1:
         return "one query"
     if not scale > 0 or (q.dtype.size == 2 and scale < SMALLEST_SCALE):

@@ -5,7 +5,8 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from .choice import choose_backend, why_not_array
+from .blocks import HEAD_SIZES
+from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
 from .kernel import Kernel
 from .signature import CONSTANT_BELOW
@@ -13,8 +14,6 @@ from .splits import SIMDGROUPS, share_keys
 
 DECODE = Kernel("selective/decode.metal")
 COMBINE = Kernel("selective/combine.metal")
-#: head sizes D that the kernels are written for
-HEAD_SIZES = (64, 80, 96, 128)
 
 
 def selective_decode(
@@ -66,12 +65,9 @@ def selective_decode(
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
     """What the kernels cannot do of this call; "" if they can all."""
-    for array in (q, k, v):
-        reason = why_not_array(array, HEAD_SIZES)
-        if reason:
-            return reason
-        if array.dtype != q.dtype or array.shape[-1] != q.shape[-1]:
-            return "queries, keys and values differ in dtype or head size"
+    reason = why_not_heads(q, k, v, HEAD_SIZES)
+    if reason:
+        return reason
     if q.shape[2] != 1:
         return f"{q.shape[2]} queries"
     if k.shape[0] * k.shape[2] < CONSTANT_BELOW:

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from .blocks import Blocks, heads_together
+from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
 from .choice import choose_backend, why_not_array
 from .gradient import with_gradient_of
 from .kernel import Kernel
@@ -14,13 +14,11 @@ from .signature import CONSTANT_BELOW
 from .threadgroup_memory import block_bytes
 
 KERNEL = Kernel("stick_breaking/attention.metal")
-#: head sizes D that the kernel is written for
-HEAD_SIZES = (64, 80, 96, 128)
 
 #: By backend, bytes of an element and head size. CUDA: the largest that keep all in registers.
 BLOCKS = {
-    ("metal", 2): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
-    ("metal", 4): dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)},
+    ("metal", 2): METAL,
+    ("metal", 4): METAL,
     ("cuda", 2): {
         64: Blocks(128, 64, 32, 2),
         80: Blocks(128, 64, 32, 2, True),
