@@ -5,26 +5,19 @@
 docs/performance.md. Each shape is compared before it is timed, and the script fails where the
 results differ.
 
-Time: the median over rounds of one evaluation of several independent calls, divided by their
-number; both sides take turns in one process. TFLOP/s: 4 B H D operations for each pair of a query
-and a key that it sees, N (N + 1) / 2 of them, over that time. Nothing else counts.
+Time as in timing.py. TFLOP/s: 4 B H D operations for each pair of a query and a key that it sees,
+N (N + 1) / 2 of them, over that time. Nothing else counts.
 """
 
 import argparse
 import itertools
-import statistics
-import subprocess
-import time
-from collections.abc import Callable
 
 import mlx.core as mx
+from timing import card, demand_close, median_ms
 
 from mlx_selective.kernels.causal_attention import causal_attention
 
 HEAD_SIZES = (64, 128)
-#: root mean square difference of two results in half precision, relative
-LIMIT = 5e-3
-ROUNDS, TOGETHER = 9, 10
 
 
 def main() -> None:
@@ -47,9 +40,7 @@ def main() -> None:
                 q, k, v, scale=D**-0.5, mask="causal"
             ),
         ]
-        difference = relative_difference(calls[0](), calls[1]())
-        if not difference < LIMIT:
-            raise SystemExit(f"N {N}, D {D}: the results differ by {difference:.1e}.")
+        difference = demand_close(calls[0](), calls[1](), f"N {N}, D {D}")
         ours, theirs = median_ms(calls)
         work = 4 * heads * D * N * (N + 1) / 2 / 1e9
         print(
@@ -57,35 +48,6 @@ def main() -> None:
             f" {theirs:>12.3f} {work / theirs:>8.0f} {ours / theirs:>7.2f}",
             flush=True,
         )
-
-
-def median_ms(calls: list[Callable]) -> list[float]:
-    """Milliseconds of one call of each, taking turns."""
-    spent = [[] for _ in calls]
-    for turn in range(ROUNDS + 1):
-        for call, times in zip(calls, spent, strict=True):
-            mx.synchronize()
-            begin = time.perf_counter()
-            mx.eval([call() for _ in range(TOGETHER)])
-            mx.synchronize()
-            if turn:  # the first one warms up
-                times.append((time.perf_counter() - begin) / TOGETHER * 1e3)
-    return [statistics.median(times) for times in spent]
-
-
-def relative_difference(a: mx.array, b: mx.array) -> float:
-    """Root mean square of the difference, relative to b; computed in float32."""
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
-    return mx.sqrt(mx.mean((a - b) ** 2) / mx.mean(b**2)).item()
-
-
-def card() -> str:
-    """The GPU's name."""
-    if not mx.cuda.is_available():
-        return str(mx.device_info().get("device_name", "?"))
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return f"{answer} (name, driver)"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """SSA's temperature: the kernel, plain MLX and plain MLX under mx.compile, on a GPU.
 
 ``python benchmarks/ssa_temperature.py`` prints the table of docs/performance.md. x is (1, 32, T,
-128) with heads and tokens swapped in memory, as projections come. Time as in causal_attention.py.
+128) with heads and tokens swapped in memory, as projections come. Time as in timing.py.
 """
 
 import mlx.core as mx
-from causal_attention import card, median_ms
+from timing import card, median_ms
 
 from mlx_selective.attention.ssa.definition import multiply_rows
 from mlx_selective.kernels import ssa_temperature

@@ -1,12 +1,12 @@
 """Stick-breaking by the kernel on the processor, and its definition in float64, for the tests."""
 
-import metal_host
 import mlx.core as mx
 import numpy as np
 import oracle
+from place import launching
 
 from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
-from mlx_selective.kernels import launched_by, outputs_start_as
+from mlx_selective.kernels import outputs_start_as
 from mlx_selective.kernels.stick_breaking import stick_breaking
 
 
@@ -44,9 +44,9 @@ def definition(q, k, v, scale, attend_current=False, begins=None):
     return out, remainder
 
 
-def on_host(q, k, v, scale, **options):
+def by_kernel(q, k, v, scale, **options):
     """The kernel's; outputs begin as NaN, so that what is not written shows."""
-    with launched_by(metal_host.execute), outputs_start_as(float("nan")):
+    with launching(), outputs_start_as(float("nan")):
         return stick_breaking(q, k, v, scale=scale, definition=plain_stick_breaking, **options)
 
 

@@ -1,16 +1,14 @@
 """The methods' functions and layers where kernels run: as in plain MLX, and no caller sees it."""
 
-import metal_host
 import mlx.core as mx
 import pytest
 from feeding import ROUNDING, difference, feed
 from methods import error, float64
+from place import BACKEND, launching
 from tiny import grafted, tokens
 
 from mlx_selective import selective_attention, stick_breaking_attention
-from mlx_selective.kernels import launched_by, record
-
-pytest.importorskip("ziglang")
+from mlx_selective.kernels import record
 
 SELECTIVE = ["selective_mask", "selective_attention", "selective_decode"]
 STICKS = ["stick_breaking_attention", "stick_breaking_decode"]
@@ -37,7 +35,7 @@ def plainly(monkeypatch, function):
 def test_a_model_fed_in_chunks(attention, kernels, monkeypatch):
     model = grafted("llama", attention, hidden_size=256, head_dim=64)
     ids = tokens(2, 20)
-    with launched_by(metal_host.execute), record() as ran:
+    with launching(), record() as ran:
         logits, cache = feed(model, ids, CHUNKS)
         mx.eval(logits, [layer.state for layer in cache])
     assert {one.kernel for one in ran if one.backend} == set(kernels)
@@ -57,10 +55,10 @@ def test_gradients_of_the_functions(function, monkeypatch):
         out = out if isinstance(out, mx.array) else out[0] + out[1][..., None]
         return (out**2).sum()
 
-    with launched_by(metal_host.execute), record() as ran:
+    with launching(), record() as ran:
         ours = mx.grad(loss, (0, 1, 2))(q, k, v)
         mx.eval(ours)
-    assert "metal" in {one.backend for one in ran}
+    assert BACKEND in {one.backend for one in ran}
     expected = plainly(monkeypatch, lambda: mx.grad(loss, (0, 1, 2))(q, k, v))
     for one, other in zip(ours, expected, strict=True):
         assert error(one, float64(other)) < 1e-5
@@ -69,6 +67,6 @@ def test_gradients_of_the_functions(function, monkeypatch):
 @pytest.mark.parametrize("function", [selective_attention, stick_breaking_attention])
 def test_documents_and_masks_are_for_plain_mlx(function):
     q, k, v = (mx.random.normal((1, 2, 9, 64)) for _ in range(3))
-    with launched_by(metal_host.execute), record() as ran:
+    with launching(), record() as ran:
         mx.eval(function(q, k, v, scale=0.3, segment_ids=mx.array([0] * 4 + [1] * 5)))
     assert ran == []

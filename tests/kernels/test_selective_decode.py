@@ -8,17 +8,16 @@ import pytest
 from covering import covering, every
 from layer import SCALE, kept, run
 from methods import error, float64
-from test_selective_kernel import DTYPES, definition, names
+from place import BACKEND, FLOORS, host_only, launching
+from test_selective_kernel import definition, names
 
 from mlx_selective import PrunedKVCache
-from mlx_selective.attention.selective.definition import selective_step
-from mlx_selective.kernels import launched_by, outputs_start_as, record
+from mlx_selective.attention.selective.definition import plain_selective, selective_step
+from mlx_selective.kernels import outputs_start_as, record
 from mlx_selective.kernels import selective_decode as module
 
-pytest.importorskip("ziglang")
-
 SHAPES = {
-    "dtype": list(DTYPES),
+    "dtype": list(FLOORS),
     "D": [64, 80, 96, 128],
     "N": [9, 33, 127, 512, 513, 1100],
     "heads": [(1, 1), (4, 1), (6, 2), (3, 3)],
@@ -46,7 +45,7 @@ def problem(dtype, D, N, heads, B, empty, seed=0):
 
 def step(q, k, v, F, own, positions, scale, evicts):
     """Output, F and slots by the kernel; they begin as NaN, so that what is not written shows."""
-    with launched_by(metal_host.execute), outputs_start_as(float("nan")), record() as ran:
+    with launching(), outputs_start_as(float("nan")), record() as ran:
         results = selective_step(
             q,
             k,
@@ -59,7 +58,7 @@ def step(q, k, v, F, own, positions, scale, evicts):
         )
         mx.eval(results)
     # MLX cannot poison integers: the slots are checked by their values
-    assert {one.backend for one in ran} == {"metal"}
+    assert {one.backend for one in ran} == {BACKEND}
     return results
 
 
@@ -80,15 +79,15 @@ def check_shape(seed, D, **case):
     out, F, slots = step(*arrays, D**-0.5, evicts)
     truth = definition(*map(float64, arrays[:4]), D**-0.5, *(np.array(p) for p in arrays[4:]))
     plain = selective_plain(*arrays, D**-0.5)
-    assert error(out, truth[0]) <= 2 * error(plain, truth[0]) + DTYPES[case["dtype"]]
+    assert error(out, truth[0]) <= 2 * error(plain, truth[0]) + FLOORS[case["dtype"]]
     assert error(F, truth[1]) <= 5e-7
     expected = slots_of(np.array(F), *(np.array(p) for p in arrays[4:]), evicts)
     assert slots.shape == (case["B"], 1) and slots[:, 0].tolist() == expected
 
 
 def selective_plain(q, k, v, F, own, positions, scale):
-    positions = {"query_positions": own, "key_positions": positions}
-    return selective_step(q, k, v, scale=scale, F=F, evicts=[0] * len(F), **positions)[0]
+    settings = {"scale": scale, "remaining": False, "documents": None, "block_size": 1}
+    return plain_selective(q, k, v, F, query_positions=own, key_positions=positions, **settings)[0]
 
 
 CASES = covering(SHAPES)
@@ -115,7 +114,7 @@ def test_evicts_as_the_oracle_does(budget, chunks):
         for heads in (4, 2, 2)
     )
     cache = PrunedKVCache(budget)
-    with launched_by(metal_host.execute), record() as ran:
+    with launching(), record() as ran:
         output = run(cache, q, k, v, chunks)
         mx.eval(output, cache.state)
     assert {"selective_decode"} <= {one.kernel for one in ran if one.backend}
@@ -153,6 +152,7 @@ def test_large_and_rising_logits():
         assert error(out, truth) <= 2 * error(plain, truth) + 2e-7
 
 
+@host_only
 def test_keys_are_read_where_they_lie():
     """No copy is made of a cache's part; each key and value is read once for a group of heads."""
     q, k, v, F, own, positions = problem(mx.float16, 64, 512, (4, 2), 1, 0)
@@ -183,18 +183,19 @@ def test_gradients_are_those_of_the_definition(monkeypatch):
         out, after, _ = selective_step(q, k, v, scale=0.3, F=F, evicts=[1], **positions_of)
         return (out**2).sum() + (after * mx.arange(20)).sum()
 
-    with launched_by(metal_host.execute), record() as ran:
+    with launching(), record() as ran:
         ours = mx.grad(loss, (0, 1, 2, 3))(q, k, v, F)
         mx.eval(ours)
-    assert {one.backend for one in ran} == {"metal"}
+    assert {one.backend for one in ran} == {BACKEND}
     monkeypatch.setenv("MLX_SELECTIVE_KERNELS", "off")
     for one, other in zip(ours, mx.grad(loss, (0, 1, 2, 3))(q, k, v, F), strict=True):
         assert error(one, float64(other)) < 1e-5
 
 
 def test_few_keys_are_for_plain_mlx():
-    arrays = problem(mx.float32, 64, 7, (2, 2), 1, 0)
-    with launched_by(metal_host.execute), record() as ran:
-        selective_plain(*arrays, 0.125)
+    q, k, v, F, own, positions = problem(mx.float32, 64, 7, (2, 2), 1, 0)
+    state = {"F": F, "query_positions": own, "key_positions": positions}
+    with launching(), record() as ran:
+        selective_step(q, k, v, scale=0.125, evicts=[0], **state)
     assert [(one.backend, one.reason) for one in ran] == [(None, "only 7 keys")]
     assert module.DECODE.name == "selective_decode"

@@ -1,24 +1,23 @@
 """Selective attention's kernels as Metal text on the processor, against NumPy float64."""
 
-import metal_host
 import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
 from covering import covering, every
 from methods import error, float64
+from place import BACKEND, FLOORS, host_only, launching
 
 from mlx_selective import selective_attention
-from mlx_selective.kernels import launched_by, outputs_start_as, record
+from mlx_selective.attention.blocks import QUERY_BLOCK
+from mlx_selective.attention.selective.definition import plain_selective
+from mlx_selective.kernels import outputs_start_as, record
 from mlx_selective.kernels import selective as module
 from mlx_selective.kernels.blocks import Blocks
 from mlx_selective.kernels.selective import selective
 
-pytest.importorskip("ziglang")
-
-DTYPES = {mx.float32: 2e-7, mx.float16: 1e-4, mx.bfloat16: 1e-3}  # and what is no error yet
 SHAPES = {
-    "dtype": list(DTYPES),
+    "dtype": list(FLOORS),
     "D": [64, 80, 96, 128],
     "T": [2, 7, 31, 33, 127],
     "earlier": [0, 1, 30, 77],  # keys before the first query
@@ -63,10 +62,10 @@ def problem(dtype=mx.float32, D=64, T=7, earlier=0, heads=(2, 1), B=1, pad=0, se
     return q, k, v, F, positions[:, earlier:], positions
 
 
-def on_host(q, k, v, F, query_positions, key_positions, scale, chunk=None):
+def by_kernel(q, k, v, F, query_positions, key_positions, scale, chunk=None):
     """Output, F and remaining memory; they begin as NaN, so that what is not written shows."""
     positions = {"query_positions": query_positions, "key_positions": key_positions}
-    with launched_by(metal_host.execute), outputs_start_as(float("nan")):
+    with launching(), outputs_start_as(float("nan")):
         results = selective(
             q, k, v, F, scale=scale, plain=None, remaining=True, chunk=chunk, **positions
         )
@@ -75,9 +74,14 @@ def on_host(q, k, v, F, query_positions, key_positions, scale, chunk=None):
 
 
 def plain(q, k, v, F, query_positions, key_positions, scale):
-    positions = {"query_positions": query_positions, "key_positions": key_positions}
-    return selective_attention(
-        q, k, v, scale=scale, F=F, return_F=True, return_remaining=True, **positions
+    return plain_selective(
+        *(q, k, v, F),
+        scale=scale,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        remaining=True,
+        documents=None,
+        block_size=QUERY_BLOCK,
     )
 
 
@@ -85,11 +89,11 @@ def check(*problems, chunk=None):
     """Over all problems, at most twice the error of plain MLX in that dtype, and a floor."""
     found = []
     for arrays, scale in problems:
-        results = on_host(*arrays, scale, chunk)
+        results = by_kernel(*arrays, scale, chunk)
         assert [one.dtype for one in results] == [arrays[0].dtype, mx.float32, mx.float32]
         truth = definition(*map(float64, arrays[:4]), scale, *(np.array(p) for p in arrays[4:]))
         found.append((results, plain(*arrays, scale), truth))
-    for one, floor in enumerate((DTYPES[problems[0][0][0].dtype], 2e-7, 2e-7)):
+    for one, floor in enumerate((FLOORS[problems[0][0][0].dtype], 2e-7, 2e-7)):
         ours, theirs, truths = (
             np.concatenate([np.ravel(as_float(f[side][one])) for f in found]) for side in range(3)
         )
@@ -138,7 +142,7 @@ def test_a_thousand_queries():
     check((problem(T=1000, heads=(2, 1)), 0.125), chunk=512)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
 def test_all_is_forgotten_but_the_first_and_the_own(dtype):
     """Head 0 selects everything strongly: F passes what float16 counts, and nothing is NaN."""
     q, k, v, F, *positions = problem(dtype, T=70, heads=(2, 1))
@@ -147,6 +151,7 @@ def test_all_is_forgotten_but_the_first_and_the_own(dtype):
     check(((q, k, v, F, *positions), 1.0))
 
 
+@host_only
 @pytest.mark.parametrize(
     "dtype, keys",
     [(mx.float32, 16), (mx.float32, 48), (mx.bfloat16, 48), (mx.bfloat16, 96)],
@@ -163,7 +168,7 @@ def test_keys_in_any_order_before_the_queries():
     q, k, v, F, own, positions = problem(T=9, earlier=40, heads=(2, 2), B=2)
     order = mx.array(np.r_[np.random.default_rng(0).permutation(40), np.arange(40, 49)])
     moved = [k[:, :, order], v[:, :, order], F[:, order], own, positions[:, order]]
-    here, there = on_host(q, *moved, 0.125), on_host(q, k, v, F, own, positions, 0.125)
+    here, there = by_kernel(q, *moved, 0.125), by_kernel(q, k, v, F, own, positions, 0.125)
     assert error(here[0], float64(there[0])) < 1e-6
     assert error(here[1], float64(there[1])[:, np.array(order)]) < 1e-6
     check(((q, *moved), 0.125))
@@ -187,10 +192,10 @@ def test_gradients_are_those_of_the_definition(monkeypatch):
         )
         return (out**2).sum() + (F * mx.arange(12)).sum() + needed.max()
 
-    with launched_by(metal_host.execute), record() as ran:
+    with launching(), record() as ran:
         ours = mx.grad(loss, (0, 1, 2))(q, k, v)
         mx.eval(ours)
-    assert "metal" in [one.backend for one in ran]
+    assert BACKEND in [one.backend for one in ran]
     monkeypatch.setenv("MLX_SELECTIVE_KERNELS", "off")
     for one, other in zip(ours, mx.grad(loss, (0, 1, 2))(q, k, v), strict=True):
         assert error(one, float64(other)) < 1e-5
@@ -208,8 +213,11 @@ def test_gradients_are_those_of_the_definition(monkeypatch):
 def test_what_plain_mlx_computes(change, reason):
     scale = change.pop("scale", 0.125)
     arrays = problem(**change)
-    with launched_by(metal_host.execute), record() as ran:
-        out, *_ = plain(*arrays, scale)
+    q, k, v, F, *positions = arrays
+    with launching(), record() as ran:
+        out = selective_attention(
+            *(q, k, v), F=F, scale=scale, query_positions=positions[0], key_positions=positions[1]
+        )
     assert [(one.backend, one.reason) for one in ran] == [(None, reason)]
     truth = definition(*map(float64, arrays[:4]), scale, *(np.array(p) for p in arrays[4:]))
     assert error(out, truth[0]) < 2e-3

@@ -7,16 +7,15 @@ import oracle
 import pytest
 from covering import covering, every
 from methods import error, float64
-from test_selective_kernel import DTYPES, names
+from place import BACKEND, FLOORS, host_only, launching
+from test_selective_kernel import names
 
 from mlx_selective import stick_breaking_attention
 from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
-from mlx_selective.kernels import launched_by, outputs_start_as, record
-
-pytest.importorskip("ziglang")
+from mlx_selective.kernels import outputs_start_as, record
 
 SHAPES = {
-    "dtype": list(DTYPES),
+    "dtype": list(FLOORS),
     "D": [64, 80, 96, 128],
     "N": [1, 2, 33, 127, 512, 513, 1100],
     "heads": [(1, 1), (4, 1), (6, 2), (3, 3)],
@@ -47,12 +46,12 @@ def problem(dtype, D, N, heads, B, lower=0, seed=0):
     return [array.astype(dtype) for array in (q, k[:, :, :N], v[:, :, :N])]
 
 
-def on_host(q, k, v, scale, own=False):
+def by_kernel(q, k, v, scale, own=False):
     """They begin as NaN, so that what is not written shows."""
-    with launched_by(metal_host.execute), outputs_start_as(float("nan")), record() as ran:
+    with launching(), outputs_start_as(float("nan")), record() as ran:
         results = stick_breaking_attention(q, k, v, scale=scale, attend_current=own)
         mx.eval(results)
-    assert {one.backend for one in ran} == {"metal"}
+    assert {one.backend for one in ran} == {BACKEND}
     assert {one.kernel for one in ran} <= {"stick_breaking_decode", "stick_breaking_combine"}
     return results
 
@@ -64,7 +63,7 @@ def check_shape(seed, dtype, D, own, **case):
         arrays = problem(dtype, D, **case, seed=100 * seed + i)
         truth = definition(*map(float64, arrays), D**-0.5, own)
         plain = plain_stick_breaking(*arrays, scale=D**-0.5, attend_current=own)
-        found.append((on_host(*arrays, D**-0.5, own), plain, truth))
+        found.append((by_kernel(*arrays, D**-0.5, own), plain, truth))
     (out, left), (plain, plain_left), (truth, true_left) = (
         [np.concatenate([np.array(f[side][i], np.float64) for f in found]) for i in range(2)]
         if side == 2
@@ -72,7 +71,7 @@ def check_shape(seed, dtype, D, own, **case):
         for side in range(3)
     )
     if truth.any():
-        assert error(out, truth) <= 2 * error(plain, truth) + DTYPES[dtype]
+        assert error(out, truth) <= 2 * error(plain, truth) + FLOORS[dtype]
     else:
         assert not out.any()
     worst = np.abs(plain_left - true_left).max()
@@ -88,7 +87,7 @@ def test_shapes(seed, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("D", SHAPES["D"])
 def test_every_shape(D, dtype):
     for seed, case in enumerate(every(SHAPES | {"D": [D], "dtype": [dtype]})):
@@ -110,19 +109,20 @@ def test_logits_that_are_all_equal(logit):
     q, k = mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 600, 64))
     q[..., 0], k[..., 0] = 1, logit
     v = mx.random.normal((1, 2, 600, 64))
-    out, left = on_host(q, k, v, 1.0)
+    out, left = by_kernel(q, k, v, 1.0)
     truth, true_left = definition(*map(float64, (q, k, v)), 1.0, False)
     assert np.abs(float64(out) - truth).max() <= 1e-6 * max(1e-3, np.abs(truth).max())
     assert np.abs(float64(left) - true_left).max() <= 2**-29
 
 
+@host_only
 def test_a_spent_stick_is_not_read_on():
     """The newest keys take all: of each simdgroup's share the newest keys alone are read."""
     q, k = mx.full((1, 1, 1, 64), 2.0, mx.float16), mx.ones((1, 1, 512, 64), mx.float16)
     v = mx.random.normal((1, 1, 512, 64)).astype(mx.float16)
     mx.eval(q, k, v)
     with metal_host.recording() as reports:
-        out, left = on_host(q, k, v, 1.0, own=True)
+        out, left = by_kernel(q, k, v, 1.0, own=True)
     (report,) = reports
     assert report.device_read["k"] == report.device_read["v"] == 4 * 32 * 64 * 2
     assert error(out, float64(v[:, :, -1:])) < 1e-3 and left.item() <= 2**-29
@@ -130,7 +130,7 @@ def test_a_spent_stick_is_not_read_on():
 
 def test_weights_and_remainder_sum_to_one():
     q, k, _ = problem(mx.float32, 64, 1100, (4, 2), 2, lower=7)
-    out, left = on_host(q, k, mx.ones(k.shape), 0.125)
+    out, left = by_kernel(q, k, mx.ones(k.shape), 0.125)
     assert mx.abs(out + left[..., None] - 1).max().item() < 1e-6
 
 
@@ -141,10 +141,10 @@ def test_gradients_are_those_of_the_definition(monkeypatch):
         out, left = stick_breaking_attention(q, k, v, scale=0.3)
         return (out**2).sum() + (left * mx.arange(4)[None, :, None]).sum()
 
-    with launched_by(metal_host.execute), record() as ran:
+    with launching(), record() as ran:
         ours = mx.grad(loss, (0, 1, 2))(q, k, v)
         mx.eval(ours)
-    assert {one.backend for one in ran} == {"metal"}
+    assert {one.backend for one in ran} == {BACKEND}
     monkeypatch.setenv("MLX_SELECTIVE_KERNELS", "off")
     for one, other in zip(ours, mx.grad(loss, (0, 1, 2))(q, k, v), strict=True):
         assert error(one, float64(other)) < 1e-5

@@ -9,19 +9,17 @@ import oracle
 import pytest
 from covering import covering, every
 from methods import error, float64
-from stick_breaking_cases import definition, normal, on_host, plain, rms, shifted
+from place import FACTORS, FLOORS, host_only
+from stick_breaking_cases import by_kernel, definition, normal, plain, rms, shifted
 
 from mlx_selective.kernels import stick_breaking as module
 from mlx_selective.kernels.causal_attention import Blocks
 from mlx_selective.kernels.kernel import Kernel
 from mlx_selective.kernels.source import KERNEL_FOLDER
 
-pytest.importorskip("ziglang")
-
-DTYPES = {mx.float32: 2e-7, mx.float16: 1e-4, mx.bfloat16: 1e-3}  # and what is no error yet
 BARRIER = "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);"
 SHAPES = {
-    "dtype": list(DTYPES),
+    "dtype": list(FLOORS),
     "D": [64, 80, 96, 128],
     "T": [1, 7, 31, 33, 127],
     "earlier": [0, 1, 30, 77],  # keys before the first query
@@ -41,7 +39,7 @@ def check(*problems, attend_current=False, begins=None, **options):
     truths, ours, theirs = ([], []), ([], []), ([], [])
     case = {"attend_current": attend_current, "begins": begins}
     for q, k, v, scale in problems:
-        got = on_host(q, k, v, scale, **case, **options)
+        got = by_kernel(q, k, v, scale, **case, **options)
         assert [part.dtype for part in got] == [q.dtype, mx.float32]
         truth = definition(
             *map(float64, (q, k, v)),
@@ -53,7 +51,7 @@ def check(*problems, attend_current=False, begins=None, **options):
             for part, one in zip(kept, parts, strict=True):
                 part.append(one if isinstance(one, np.ndarray) else float64(one))
     shares = []
-    floors, beside = (DTYPES[q.dtype], 2e-7), (0, 2**-29)
+    floors, beside = (FLOORS[q.dtype], FACTORS), (0, 2**-29)
     for floor, stopped, *parts in zip(floors, beside, truths, ours, theirs, strict=True):
         truth, got, expected = map(np.concatenate, parts)
         size, found, by_plain = rms(truth), rms(got - truth), rms(expected - truth)
@@ -95,13 +93,14 @@ def test_every_shape(dtype, D):
     print(max(check_shape(seed, **case) for seed, case in enumerate(cases)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("by", [0, -4, -8])
 def test_a_thousand_tokens(dtype, by):
     q, k, v = normal(dtype, T=1000)
     check((*shifted(q, k, 8 * by), v, 0.125))
 
 
+@host_only
 @pytest.mark.parametrize(
     "dtype, blocks",
     [
@@ -124,7 +123,7 @@ def test_other_blocks_in_both_forms(dtype, blocks, product_form):
 @pytest.mark.parametrize("attend_current", [False, True])
 def test_the_oracle_says_the_same(attend_current, product_form):
     arrays = normal(T=37, heads=(4, 2), B=2)
-    got = on_host(*arrays, 0.1, attend_current=attend_current, product_form=product_form)
+    got = by_kernel(*arrays, 0.1, attend_current=attend_current, product_form=product_form)
     truth = oracle.stick_breaking(*map(float64, arrays), 0.1, attend_current)
     for one, other in zip(got, truth, strict=True):
         assert error(one, other) < 3e-7
@@ -139,16 +138,16 @@ def test_weights_and_remainder_are_a_whole(by, product_form):
     """Values of one number: the output is the sum of the weights."""
     q, k, _ = normal(T=100, earlier=50)
     ones = mx.ones(k.shape)
-    out, remainder = on_host(*shifted(q, k, 8 * by), ones, 0.125, product_form=product_form)
+    out, remainder = by_kernel(*shifted(q, k, 8 * by), ones, 0.125, product_form=product_form)
     assert mx.abs(out[..., 0] + remainder - 1).max().item() < 2e-6
     assert remainder.min().item() >= 0
 
 
 def test_chunks_are_the_whole():
     q, k, v = normal(T=90, heads=(4, 2))
-    whole = on_host(q, k, v, 0.125)
+    whole = by_kernel(q, k, v, 0.125)
     for start, end in ((0, 1), (1, 50), (50, 90)):
-        part = on_host(q[:, :, start:end], k[:, :, :end], v[:, :, :end], 0.125)
+        part = by_kernel(q[:, :, start:end], k[:, :, :end], v[:, :, :end], 0.125)
         for one, other in zip(part, whole, strict=True):
             assert mx.abs(one - other[:, :, start:end]).max().item() < 3e-6
 
@@ -156,21 +155,22 @@ def test_chunks_are_the_whole():
 @pytest.mark.parametrize("attend_current", [False, True])
 def test_left_padding_changes_nothing(attend_current):
     q, k, v = normal(T=60, heads=(4, 2))
-    bare = on_host(q, k, v, 0.125, attend_current=attend_current)
+    bare = by_kernel(q, k, v, 0.125, attend_current=attend_current)
     junk = [mx.concatenate([mx.full((*a.shape[:2], 45, 64), 9.0), a], 2) for a in (q, k, v)]
     begins = mx.array([45])
-    padded = on_host(*junk, 0.125, attend_current=attend_current, begins=begins)
+    padded = by_kernel(*junk, 0.125, attend_current=attend_current, begins=begins)
     for one, other in zip(padded, bare, strict=True):
         assert mx.abs(one[:, :, 45:] - other).max().item() < 3e-6
     assert not padded[0][:, :, :45].any() and (padded[1][:, :, :45] == 1).all()
 
 
+@host_only
 def test_blocks_of_padding_are_not_read():
     q, k, v = shifted_normal(-100, T=32, earlier=224)
     read = []
     for begin in (0, 224):
         with metal_host.recording() as reports:
-            on_host(q, k, v, 0.125, begins=mx.array([begin]))
+            by_kernel(q, k, v, 0.125, begins=mx.array([begin]))
         read.append(reports[0].device_read["k"])
     assert read[1] == read[0] / 8
 
@@ -184,6 +184,7 @@ def shifted_normal(by, **case):
 # Logits that use up the stick, and such that never do ---------------------------------------------
 
 
+@host_only
 @pytest.mark.parametrize("product_form", [True, False])
 @pytest.mark.parametrize("blocks", [Blocks(32, 16, 8, 1), Blocks(32, 16, 8, 2)], ids=str)
 @pytest.mark.parametrize("by", [25, 1e4])
@@ -191,7 +192,7 @@ def test_sticks_that_are_used_up_end_the_reading(by, blocks, product_form):
     """One head, its last 32 queries: they see two blocks of their own, and one that is older."""
     q, k, v = shifted_normal(by, T=32, earlier=480, heads=(1, 1))
     with metal_host.recording() as reports:
-        out, remainder = on_host(q, k, v, 0.125, blocks=blocks, product_form=product_form)
+        out, remainder = by_kernel(q, k, v, 0.125, blocks=blocks, product_form=product_form)
     # ... the oldest query needs the key before its own, and a copy may be under way already
     most = 16 * (3 + (blocks.pairs == 2)) * 64 * 4
     assert 0 < reports[0].device_read["k"] <= most and 0 < reports[0].device_read["v"] <= most
@@ -200,21 +201,22 @@ def test_sticks_that_are_used_up_end_the_reading(by, blocks, product_form):
     assert np.abs(float64(remainder) - rest).max() <= 2**-29
 
 
+@host_only
 def test_a_single_stick_that_lasts_keeps_its_threadgroup_reading():
     q, k, v = shifted_normal(1e4, T=32, earlier=480, heads=(1, 1))
     q[:, :, 17] = 0 * q[:, :, 17]
     q[:, :, 17, 0] = -1
     with metal_host.recording() as reports:
-        out, remainder = on_host(q, k, v, 0.125)
+        out, remainder = by_kernel(q, k, v, 0.125)
     assert reports[0].device_read["k"] == 512 * 64 * 4
     assert remainder[0, 0, 17].item() == 1 and not out[0, 0, 17].any()
 
 
 @pytest.mark.parametrize("product_form", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
 def test_very_negative_logits_leave_the_stick_whole(dtype, product_form):
     q, k, v = shifted_normal(-1000, dtype=dtype, T=40, earlier=70)
-    out, remainder = on_host(q, k, v, 0.125, product_form=product_form)
+    out, remainder = by_kernel(q, k, v, 0.125, product_form=product_form)
     assert not out.any() and (remainder == 1).all()
 
 
@@ -223,7 +225,7 @@ def test_very_negative_logits_leave_the_stick_whole(dtype, product_form):
 def test_logits_of_both_signs_and_any_size_stay_finite(size, product_form):
     q, k, v = normal(T=64, earlier=20)
     truth, rest = definition(*map(float64, (size * q, k, v)), 0.125)
-    out, remainder = on_host(size * q, k, v, 0.125, product_form=product_form)
+    out, remainder = by_kernel(size * q, k, v, 0.125, product_form=product_form)
     theirs, _ = plain(size * q, k, v, 0.125)
     assert error(out, truth) <= 2 * error(theirs, truth) + 2e-7
     assert np.abs(float64(remainder) - rest).max() <= 2e-6
@@ -232,7 +234,7 @@ def test_logits_of_both_signs_and_any_size_stay_finite(size, product_form):
 def test_a_key_that_is_not_a_number_is_not_hidden():
     q, k, v = normal(T=20)
     k[:, :, 10, 3] = float("nan")
-    out, remainder = on_host(q, k, v, 0.125)
+    out, remainder = by_kernel(q, k, v, 0.125)
     for part in (out.sum(-1), remainder):
         assert mx.array_equal(mx.isnan(part)[0, 0], mx.arange(20) > 10)
 
@@ -240,6 +242,7 @@ def test_a_key_that_is_not_a_number_is_not_hidden():
 # Strides ------------------------------------------------------------------------------------------
 
 
+@host_only
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_slices_of_a_cache_are_read_in_place(dtype, monkeypatch):
     """Slots behind the keys are NaN, and so is every other head: nothing of them is read."""
@@ -250,14 +253,15 @@ def test_slices_of_a_cache_are_read_in_place(dtype, monkeypatch):
     slices = [buffer[:, ::2, :70] for buffer in buffers]
     copied = []
     monkeypatch.setattr(mx, "contiguous", lambda array: copied.append(array.shape) or array)
-    expected = on_host(q, k, v, 0.125)
+    expected = by_kernel(q, k, v, 0.125)
     with metal_host.recording() as reports:
-        got = on_host(q, *slices, 0.125)
+        got = by_kernel(q, *slices, 0.125)
     assert all(mx.array_equal(*both) for both in zip(got, expected, strict=True))
     assert reports[0].device_read["k"] == 2 * 4 * 70 * 64 * dtype.size
     assert (2, 2, 70, 64) not in copied
 
 
+@host_only
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -280,6 +284,7 @@ def test_arrays_of_any_strides(view, dtype, staged):
 # Mistakes that must show --------------------------------------------------------------------------
 
 
+@host_only
 @pytest.mark.parametrize(
     "number, pairs",
     [
@@ -298,11 +303,12 @@ def test_each_barrier_is_needed(number, pairs, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "KERNEL", Kernel("stick_breaking/attention.metal", tmp_path))
     for seed in range(5):
         with pytest.raises(metal_host.Fault) as caught, metal_host.recording(seed=seed):
-            on_host(*normal(T=33, earlier=40), 0.125, blocks=Blocks(32, 16, 8, pairs))
+            by_kernel(*normal(T=33, earlier=40), 0.125, blocks=Blocks(32, 16, 8, pairs))
         # whoever reads first reads what nobody wrote yet
         assert caught.value.kind in ("race", "uninitialised read")
 
 
+@host_only
 @pytest.mark.parametrize("pairs", [1, 2])
 def test_flags_need_two_places(pairs, tmp_path, monkeypatch):
     """One would be written for this round while a late thread reads the last round's."""
@@ -317,10 +323,11 @@ def test_flags_need_two_places(pairs, tmp_path, monkeypatch):
     file.write_text(text)
     monkeypatch.setattr(module, "KERNEL", Kernel("stick_breaking/attention.metal", tmp_path))
     with pytest.raises(metal_host.Fault) as caught:
-        on_host(*normal(T=33, earlier=40), 0.125, blocks=Blocks(32, 16, 8, pairs))
+        by_kernel(*normal(T=33, earlier=40), 0.125, blocks=Blocks(32, 16, 8, pairs))
     assert caught.value.kind in ("race", "uninitialised read")
 
 
+@host_only
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("D", module.HEAD_SIZES)
@@ -335,13 +342,14 @@ def test_shared_memory_is_what_the_text_declares(D, dtype, staged, monkeypatch):
 
     monkeypatch.setattr(Kernel, "_build", noting)
     with metal_host.recording() as reports:
-        on_host(*normal(dtype, D), scale=0.1, blocks=Blocks(16, 16, 8, 1, staged))
+        by_kernel(*normal(dtype, D), scale=0.1, blocks=Blocks(16, 16, 8, 1, staged))
     assert [report.threadgroup_memory for report in reports] == asked
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@host_only
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("D", module.HEAD_SIZES)
 def test_metal_has_room_for_every_block(D, dtype):
     with metal_host.recording(trace=False) as reports:
-        on_host(*normal(dtype, D), scale=0.1)
+        by_kernel(*normal(dtype, D), scale=0.1)
     assert reports[0].threadgroup_memory <= 32 * 1024

@@ -1,0 +1,39 @@
+"""Where the kernels' tests run: on this machine's own GPU, or as Metal text on the processor."""
+
+from contextlib import contextmanager
+
+import metal_host
+import mlx.core as mx
+import pytest
+
+from mlx_selective.kernels import find_backend, launched_by
+
+ON_GPU = find_backend().name is not None
+#: the backend that records name
+BACKEND = find_backend().name or "metal"
+
+if not ON_GPU:
+    pytest.importorskip("ziglang")
+
+
+@contextmanager
+def launching():
+    """Kernels run, wherever that is."""
+    if ON_GPU:
+        yield
+    else:
+        with launched_by(metal_host.execute):
+            yield
+
+
+#: for tests that ask the processor's host what a kernel read, or use Metal's block sizes
+host_only = pytest.mark.skipif(ON_GPU, reason="kernels run on the GPU here, where nobody counts")
+#: relative errors that are none yet; on CUDA weights are rounded to the operands' dtype too
+_ROUNDED = BACKEND == "cuda"
+FLOORS = {
+    mx.float32: 2e-7,
+    mx.float16: 2e-4 if _ROUNDED else 1e-4,
+    mx.bfloat16: 1.6e-3 if _ROUNDED else 1e-3,
+}
+#: the same of a product of hundreds of factors, whose exponentials a GPU knows to two ulp
+FACTORS = 6e-7 if ON_GPU else 2e-7
