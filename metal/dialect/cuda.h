@@ -61,6 +61,7 @@ METAL_FUNC T simd_shuffle(T x, ushort lane) { return __shfl_sync(0xffffffffu, x,
 METAL_FUNC bool simd_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 METAL_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
+METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 } // namespace metal
 
 // What follows are macros, so it comes after everything that is included.

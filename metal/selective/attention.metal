@@ -5,8 +5,10 @@
 #include "../tile/softmax.h"
 
 // q (B, H, T, D), k and v (B, H / group, N, D), mask (B, rows, P), out (B, H, rows, D), all row-contiguous;
-// sizes {T, N, group, H, P, start, rows}: the chunk is the `rows` queries from `start` on, a multiple of BQ;
-// scale {scale}. STAGED: queries wait in threadgroup memory. P: a multiple of BK.
+// formed: what the kernel that wrote the mask gave, so that MLX runs that first; sizes {T, N, group, H, P,
+// start, rows}: the chunk is the `rows` queries from `start` on, a multiple of BQ; scale {scale}.
+// STAGED: queries wait in threadgroup memory. P: a multiple of BK. With PAIRS == 2 there is also room for each
+// simdgroup's part of the mask, which it copies for itself as soon as it has read the part before.
 // Grid: W, ceil(rows / BQ), B H / W threadgroups of BQ / R simdgroups: W heads at a time, so that their keys
 // and values stay in the cache.
 template <typename T, typename M, int D, int BQ, int BK, int R, int PAIRS, bool STAGED>
@@ -15,9 +17,10 @@ template <typename T, typename M, int D, int BQ, int BK, int R, int PAIRS, bool 
     const device T* k [[buffer(1)]],
     const device T* v [[buffer(2)]],
     const device M* mask [[buffer(3)]],
-    const constant int* sizes [[buffer(4)]],
-    const constant float* scale [[buffer(5)]],
-    device T* out [[buffer(6)]],
+    const device M* formed [[buffer(4)]],
+    const constant int* sizes [[buffer(5)]],
+    const constant float* scale [[buffer(6)]],
+    device T* out [[buffer(7)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint3 threadgroups_per_grid [[threadgroups_per_grid]],
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
@@ -25,7 +28,9 @@ template <typename T, typename M, int D, int BQ, int BK, int R, int PAIRS, bool 
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
   constexpr int PITCH = Block<T, D>::PITCH, THREADS = BQ / R * 32;
   constexpr int BLOCK = BK * PITCH, STAGE = STAGED ? BQ * PITCH : 0;
-  THREADGROUP_MEMORY(T, memory, STAGE + PAIRS * 2 * BLOCK);
+  constexpr int MASK_PITCH = Block<M, BK>::PITCH, MASK = PAIRS == 2 ? BQ * MASK_PITCH : 0;
+  static_assert(sizeof(M) == sizeof(T), "they share threadgroup memory");
+  THREADGROUP_MEMORY(T, memory, STAGE + PAIRS * 2 * BLOCK + MASK);
 
   const ushort index = thread_index_in_threadgroup, in_simdgroup = thread_index_in_simdgroup;
   const int queries = sizes[0], keys = sizes[1], pitch = sizes[4], rows = sizes[6];
@@ -34,6 +39,8 @@ template <typename T, typename M, int D, int BQ, int BK, int R, int PAIRS, bool 
   const int start = (threadgroups_per_grid.y - 1 - threadgroup_position_in_grid.y) * BQ;
   const int mine = start + simdgroup_index_in_threadgroup * R; // the simdgroup's first query
   const device T* query = q + (long(head) * queries + sizes[5] + start) * D;
+  threadgroup M* const here = reinterpret_cast<threadgroup M*>(memory + STAGE + PAIRS * 2 * BLOCK) +
+                              simdgroup_index_in_threadgroup * R * MASK_PITCH;
   const device M* forgotten = mask + (long(head / sizes[3]) * rows + mine) * pitch;
   const device T* key = k + long(head / sizes[2]) * keys * D;
   const device T* value = v + long(head / sizes[2]) * keys * D;
@@ -55,6 +62,7 @@ template <typename T, typename M, int D, int BQ, int BK, int R, int PAIRS, bool 
   if constexpr (PAIRS == 2) {
     copy_block<BK, D, THREADS>(memory + STAGE, key, D, keys, index);
     copy_block<BK, D, THREADS>(memory + STAGE + BLOCK, value, D, keys, index);
+    copy_block<R, BK, 32>(here, forgotten, pitch, rows - mine, in_simdgroup);
   }
   for (int first = 0; first < seen; first += BK) {
     const int coming = PAIRS == 2 ? first + BK : first; // what is copied in this round
@@ -74,7 +82,12 @@ template <typename T, typename M, int D, int BQ, int BK, int R, int PAIRS, bool 
     }
 
     Tile<R, BK> s;
-    load(s, forgotten + first, pitch, rows - mine, in_simdgroup);
+    if constexpr (PAIRS == 2) {
+      load_block(s, here, in_simdgroup);
+      metal::simdgroup_barrier(metal::mem_flags::mem_threadgroup);
+    } else {
+      load(s, forgotten + first, pitch, rows - mine, in_simdgroup);
+    }
     if constexpr (STAGED) {
       multiply_transposed(s, staged, ks, in_simdgroup);
     } else {
@@ -84,6 +97,7 @@ template <typename T, typename M, int D, int BQ, int BK, int R, int PAIRS, bool 
     // Apart from the keys' copy: many at once hold up the products behind them.
     if (PAIRS == 2 && coming < seen) {
       copy_block<BK, D, THREADS>(ks_coming + BLOCK, value + long(coming) * D, D, keys - coming, index);
+      copy_block<R, BK, 32>(here, forgotten + coming, pitch, rows - mine, in_simdgroup);
     }
     add_weighted(s, o, largest, total, scale_log2, ks + BLOCK, in_simdgroup);
   }

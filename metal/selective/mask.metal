@@ -1,32 +1,37 @@
 // Selective attention's F for a chunk of queries (Leviathan, Kalman, Matias, arXiv 2410.02703): head 0's
-// logits, summed over earlier queries, as the additive mask of all heads. A simdgroup takes 16
-// keys and goes down the chunk's queries, R at a time, with its running sums in registers.
+// logits, summed over earlier queries, as the additive mask of all heads. Each block of queries begins where
+// the blocks before it end (selective/sums.metal); a simdgroup takes 16 keys and goes down the
+// block's queries, R at a time, with its running sums in registers.
 #include "../tile/memory.h"
 #include "../tile/multiply.h"
 #include "../tile/reduce.h"
 #include "../tile/scan.h"
 
 // q (B, T, D) and k (B, N, D), head 0 alone; query_positions (B, TP) and key_positions (B, P), negative for
-// padding and beyond the last, P a multiple of 16, TP > T; before (B, P), F of earlier queries.
-// sizes {T, N, P, TP, start, rows}: the chunk is the `rows` queries from `start` on; numbers {scale, tau}.
+// padding and beyond the last, P a multiple of 16; before (B, P), F of earlier queries; starts (B, TP / ALIGN, P),
+// what the blocks before each one have added; sizes {T, N, P, TP, start, rows}: the chunk is the `rows` queries
+// from `start` on, a multiple of ALIGN; numbers {scale, tau}.
 //   mask (B, rows, P)       -F / scale as query i sees key j, -inf where it does not see it. Not written
 //                           where it is not read.
-//   after (B, P)            F after the chunk
 //   remaining (B, rows, P / 16)  sum over 16 keys of 1 - min(F, tau) / tau where the query sees them
-// Grid: ceil(P / KEYS), B threadgroups of KEYS / 16 simdgroups. ALIGN, BK: the blocks of queries, a multiple
-// of R, and of keys in which the mask is read.
-template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, bool REMAINING>
+// AGAIN: the mask goes into `room`, (B, rows or more, P), an earlier chunk's mask, which is not needed once `read`,
+// that chunk's output, is there. The caller makes sure that nobody else looks at it.
+// Grid: ceil(P / KEYS), ceil(rows / ALIGN), B threadgroups of KEYS / 16 simdgroups. ALIGN, BK: the
+// blocks of queries, a multiple of R, and of keys in which the mask is read.
+template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, bool REMAINING, bool AGAIN>
 [[kernel]] void selective_mask(
     const device T* q [[buffer(0)]],
     const device T* k [[buffer(1)]],
     const device int* query_positions [[buffer(2)]],
     const device int* key_positions [[buffer(3)]],
     const device float* before [[buffer(4)]],
-    const constant int* sizes [[buffer(5)]],
-    const constant float* numbers [[buffer(6)]],
-    device M* mask [[buffer(7)]],
-    device float* after [[buffer(8)]],
-    device float* remaining [[buffer(9)]],
+    const device float* starts [[buffer(5)]],
+    const device M* room [[buffer(6)]],
+    const device T* read [[buffer(7)]],
+    const constant int* sizes [[buffer(8)]],
+    const constant float* numbers [[buffer(9)]],
+    device M* mask [[buffer(10)]],
+    device float* remaining [[buffer(11)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
@@ -39,27 +44,31 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
   const Lane lane(in_simdgroup);
   const int queries = sizes[0], keys = sizes[1], pitch = sizes[2], rows = sizes[5];
   const float scale = numbers[0], inverse_scale = 1 / scale, inverse_tau = 1 / numbers[1];
-  const long b = threadgroup_position_in_grid.y;
+  const long b = threadgroup_position_in_grid.z;
+  const int from = threadgroup_position_in_grid.y * ALIGN, to = metal::min(rows, from + ALIGN);
   const int first = threadgroup_position_in_grid.x * KEYS; // the threadgroup's first key
   const int mine = first + simdgroup_index_in_threadgroup * C;
   const bool inside = mine < pitch;
+  // Queries stand behind all keys but their own: no block of keys begins behind them and is read.
+  if (first / BK * BK >= keys - queries + sizes[4] + to) {
+    return;
+  }
   const device T* query = q + (b * queries + sizes[4]) * D;
   const device int* own = query_positions + b * sizes[3] + sizes[4];
+  const device float* start = starts + (b * (sizes[3] / ALIGN) + (sizes[4] + from) / ALIGN) * pitch;
+  device M* const out = AGAIN ? (device M*)(room) : mask;
 
   Cols<C> F;
   int key[Cols<C>::SIZE];
 #pragma unroll
   for (short i = 0; i < F.SIZE; i++) {
-    const long at = b * pitch + mine + F.col(i, lane);
-    F[i] = inside ? before[at] : 0.0f;
-    key[i] = inside ? key_positions[at] : -1;
+    const int at = mine + F.col(i, lane);
+    F[i] = inside ? before[b * pitch + at] + start[at] : 0.0f;
+    key[i] = inside ? key_positions[b * pitch + at] : -1;
   }
   copy_block<KEYS, D, THREADS>(ks, k + (b * keys + first) * D, D, keys - first, index);
 
-  // Queries stand behind all keys but their own: those before see nothing of these, but may read them in one
-  // block with keys that they see.
-  const int seen = metal::max(0, first / BK * BK - (keys - queries) - sizes[4]) / ALIGN * ALIGN;
-  for (int top = seen; top < rows; top += R) {
+  for (int top = from; top < to; top += R) {
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     copy_block<R, D, THREADS>(memory, query + long(top) * D, D, rows - top, index);
     copy_wait();
@@ -90,7 +99,7 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
       needed[s.row_index(e)] += visible ? 1 - metal::min(s[e] * inverse_tau, 1.0f) : 0.0f;
       s[e] = visible ? -s[e] * inverse_scale : -INFINITY;
     }
-    store(s, mask + (b * rows + top) * pitch + mine, pitch, rows - top, in_simdgroup);
+    store(s, out + (b * rows + top) * pitch + mine, pitch, rows - top, in_simdgroup);
     if constexpr (REMAINING) {
       combine_lanes<Sum>(needed);
 #pragma unroll
@@ -100,13 +109,6 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
           remaining[(b * rows + row) * (pitch / C) + mine / C] = needed[i];
         }
       }
-    }
-  }
-
-#pragma unroll
-  for (short i = 0; i < F.SIZE; i++) {
-    if (inside && lane.row == 0) {
-      after[b * pitch + mine + F.col(i, lane)] = F[i];
     }
   }
 }

@@ -42,8 +42,8 @@ METAL_FUNC void copy_vector(threadgroup T* destination, const device T* source, 
 }
 METAL_FUNC void copy_wait() {}
 
-template <typename T>
-METAL_FUNC void load_pair(thread float& a, thread float& b, const device T* p) {
+template <typename P>
+METAL_FUNC void load_pair(thread float& a, thread float& b, P p) {
   a = float(p[0]);
   b = float(p[1]);
 }
@@ -121,7 +121,19 @@ METAL_FUNC void load(thread Tile<R, C>& s, const device T* source, int ld, int r
   }
 }
 
-// The same, element by element: of rows any number apart, and elements `step` apart.
+// A tile from a Block of its rows in threadgroup memory.
+template <typename T, int R, int C>
+METAL_FUNC void load_block(thread Tile<R, C>& s, const threadgroup T* block, ushort index) {
+  using From = Block<T, C>;
+  const Lane lane(index);
+#pragma unroll
+  for (short e = 0; e < s.SIZE; e += 2) {
+    const short col = s.col(e, lane);
+    load_pair(s[e], s[e + 1], block + From::at(s.row(e, lane), col / From::WIDTH) + col % From::WIDTH);
+  }
+}
+
+// The same as load, element by element: of rows any number apart, and elements `step` apart.
 template <typename T, int R, int C>
 METAL_FUNC void load_elements(
     thread Tile<R, C>& s, const device T* source, int ld, int step, int rows, ushort index) {

@@ -198,7 +198,7 @@ CHECKS = (
         plain=_plain_selective,
         truth=_true_selective,
         results=("output", "F", "remaining"),
-        parts=("selective_mask", "selective_attention"),
+        parts=("selective_sums", "selective_mask", "selective_attention"),
     ),
     KernelCheck(
         name="selective_decode",

@@ -12,7 +12,7 @@ import mlx.core as mx
 from .backend import find_backend
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
 from .choice import FLOATS
-from .kernel import Kernel
+from .kernel import Kernel, Launch
 from .threadgroup_memory import block_bytes
 
 _KERNEL = Kernel("attention/causal.metal")
@@ -60,17 +60,21 @@ def causal_attention(
         KernelError: if no backend runs kernels here.
     """
     _check(q, k, v, scale)
-    B, H, T, D = q.shape
-    heads, N = k.shape[1], k.shape[2]
     # where there is no backend the launch says so
     backend = find_backend().name or "metal"
-    blocks = blocks or BLOCKS[backend, q.dtype.size][D]
+    blocks = blocks or BLOCKS[backend, q.dtype.size][q.shape[3]]
+    launch = _prepare(_KERNEL, backend, q.dtype, q.shape, k.shape[1:3], float(scale), blocks)
+    return launch(q, k, v)[0]
+
+
+@lru_cache(maxsize=64)
+def _prepare(kernel, backend, dtype, shape, keys_shape, scale, blocks) -> Launch:
+    (B, H, T, D), (heads, N) = shape, keys_shape
     threads = blocks.queries // blocks.rows * 32
-    wide = heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
-    (out,) = _KERNEL(
-        inputs=[q, k, v, *_numbers(T, N, H // heads, scale)],
+    wide = heads_together(B * H, 2 * N * D * dtype.size * heads // H)
+    return kernel.prepare(
         template={
-            "T": q.dtype,
+            "T": dtype,
             "D": D,
             "BQ": blocks.queries,
             "BK": blocks.keys,
@@ -80,13 +84,13 @@ def causal_attention(
         },
         grid=(wide * threads, math.ceil(T / blocks.queries), B * H // wide),
         threadgroup=(threads, 1, 1),
-        output_shapes=[q.shape],
-        output_dtypes=[q.dtype],
+        output_shapes=[shape],
+        output_dtypes=[dtype],
         shared_memory=block_bytes(
-            2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged, D, q.dtype
+            2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged, D, dtype
         ),
+        numbers=[mx.array([T, N, H // heads], mx.int32), mx.array([scale], mx.float32)],
     )
-    return out
 
 
 def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
@@ -103,9 +107,3 @@ def _check(q: mx.array, k: mx.array, v: mx.array, scale: float) -> None:
     smallest, largest = 1.2e-38, 2e38
     if not smallest < scale < largest:
         raise ValueError(f"scale must be a positive number that float32 holds, got {scale}.")
-
-
-@lru_cache(maxsize=64)
-def _numbers(queries: int, keys: int, group: int, scale: float) -> tuple[mx.array, mx.array]:
-    """What the kernel reads from constant memory; kept, since making arrays takes time too."""
-    return mx.array([queries, keys, group], mx.int32), mx.array([scale], mx.float32)

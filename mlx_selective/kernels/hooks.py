@@ -26,7 +26,8 @@ def launched_by(launcher: Callable) -> Iterator[None]:
 
     Args:
         launcher: ``launcher(kernel, **call)`` with the ``mx.fast.metal_kernel`` object and what
-            it would be called with; returns the list of outputs.
+            it would be called with, and ``overwrites``, names of inputs, where the kernel writes
+            some; returns the list of outputs.
     """
     _launchers.append(launcher)
     try:

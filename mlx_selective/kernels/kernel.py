@@ -1,7 +1,7 @@
 """A kernel of ``metal/`` as a callable, built on first use for the backend it runs on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -23,10 +23,13 @@ class Kernel:
     Args:
         path: of the file under ``metal/``, such as ``ssa/temperature.metal``.
         folder: of all kernel sources, if they are not the package's own.
+        overwrites: names of inputs that the kernel writes. MLX does not know of it: a launch that
+            needs the old or the new content must also take what another launch gave after it.
     """
 
-    def __init__(self, path: str, folder: Path = KERNEL_FOLDER):
+    def __init__(self, path: str, folder: Path = KERNEL_FOLDER, overwrites: Collection[str] = ()):
         self.path = path
+        self.overwrites = overwrites
         self.folder = folder
         self._built: dict[tuple[str, int], object] = {}
 
@@ -55,17 +58,11 @@ class Kernel:
         output_dtypes: Sequence[mx.Dtype],
         shared_memory: int = 0,
     ) -> list[mx.array]:
-        """Launches the kernel on the backend of the moment.
+        """Launches the kernel on the backend of the moment; see :meth:`prepare`.
 
         Args:
             inputs: in the file's order. Where the file declares no strides of an input, it gets
                 a row-contiguous one, copied if need be.
-            template: a value for each template parameter.
-            grid: threads in all, as in Metal; CUDA starts whole threadgroups, so check bounds.
-            threadgroup: threads in a threadgroup, (n, 1, 1).
-            output_shapes: in the file's order.
-            output_dtypes: in the file's order.
-            shared_memory: bytes of dynamic shared memory on CUDA; Metal declares its own.
 
         Returns:
             The outputs, in the file's order, not evaluated yet.
@@ -73,28 +70,60 @@ class Kernel:
         Raises:
             KernelError: if the call does not fit what the file declares, or no backend is here.
         """
+        self._check_template(template)
+        self.check_inputs(inputs, template)
+        prepared = self.prepare(
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+            shared_memory=shared_memory,
+        )
+        return prepared(*inputs)
+
+    def prepare(
+        self,
+        *,
+        template: dict[str, mx.Dtype | int | bool],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        shared_memory: int = 0,
+        numbers: Sequence[mx.array] = (),
+    ) -> "Launch":
+        """All of a launch but its arrays, checked once: what calls of one shape can keep.
+
+        Args:
+            template: a value for each template parameter.
+            grid: threads in all, as in Metal; CUDA starts whole threadgroups, so check bounds.
+            threadgroup: threads in a threadgroup, (n, 1, 1).
+            output_shapes: in the file's order.
+            output_dtypes: in the file's order.
+            shared_memory: bytes of dynamic shared memory on CUDA; Metal declares its own.
+            numbers: the file's last inputs, the same in every call, and row-contiguous.
+
+        Raises:
+            KernelError: if this does not fit what the file declares, or no backend is here.
+        """
         backend = find_backend()
         if backend.name is None:
             raise KernelError(f"{self.name} has nowhere to run: {backend.reason}.")
         self._check_template(template)
-        self._check_inputs(inputs, template)
         self._check_outputs(output_shapes, output_dtypes, template)
         if tuple(threadgroup[1:]) != (1, 1):
             raise KernelError(f"{self.name}: threadgroups have one axis, got {threadgroup}.")
         call = {
-            "inputs": self._contiguous(inputs),
             "template": [(name, template[name]) for name in self.source.signature.template],
             "grid": tuple(grid),
             "threadgroup": tuple(threadgroup),
             "output_shapes": [tuple(shape) for shape in output_shapes],
             "output_dtypes": list(output_dtypes),
-        } | ({} if first_value() is None else {"init_value": first_value()})
-        built = self._build(backend.name, shared_memory)
-        note(lambda: self.name, backend.name)
-        launcher = current_launcher()
-        return launcher(built, **call) if launcher else built(**call)
+        }
+        return Launch(self, backend.name, shared_memory, call, list(numbers))
 
-    def _build(self, backend: str, shared_memory: int):
+    def build(self, backend: str, shared_memory: int):
         """MLX's kernel object; CUDA fixes its shared memory when it is made."""
         key = (backend, shared_memory if backend == "cuda" else 0)
         if key not in self._built:
@@ -105,7 +134,7 @@ class Kernel:
                 "output_names": [one.name for one in signature.outputs],
                 "header": self.source.header,
                 "source": self.source.body,
-                "ensure_row_contiguous": not self._strided,
+                "ensure_row_contiguous": not self.strided,
             }
             if backend == "cuda":
                 self._built[key] = mx.fast.cuda_kernel(**options, shared_memory=shared_memory)
@@ -114,21 +143,12 @@ class Kernel:
         return self._built[key]
 
     @cached_property
-    def _strided(self) -> set[str]:
+    def strided(self) -> set[str]:
         """The inputs whose strides the file declares."""
         signature = self.source.signature
         return {one.name for one in signature.inputs} & {
             name.removesuffix("_strides") for name in signature.extras if name.endswith("_strides")
         }
-
-    def _contiguous(self, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """The inputs, copied where need be; MLX itself can do that for all of them or for none."""
-        if not self._strided:
-            return list(inputs)
-        return [
-            array if one.name in self._strided else mx.contiguous(array)
-            for one, array in zip(self.source.signature.inputs, inputs, strict=True)
-        ]
 
     def _check_template(self, template) -> None:
         kinds = self.source.signature.template
@@ -138,7 +158,12 @@ class Kernel:
             if type(template[name]) is not _KINDS[kind]:
                 raise KernelError(f"{self.name}: {name} is {kind}, got {template[name]!r}.")
 
-    def _check_inputs(self, inputs, template) -> None:
+    def check_inputs(self, inputs: Sequence[mx.array], template) -> None:
+        """Whether arrays are what the file declares.
+
+        Raises:
+            KernelError: naming the input that is not.
+        """
         declared = self.source.signature.inputs
         if len(inputs) != len(declared):
             raise KernelError(f"{self.name} takes {len(declared)} inputs, got {len(inputs)}.")
@@ -170,3 +195,52 @@ class Kernel:
             fitting = [template[one.type]]
         if dtype not in fitting:
             raise KernelError(f"{self.name} declares {one.type}* {one.name}, got {dtype}.")
+
+
+class Launch:
+    """A kernel with all that one of its launches needs but the arrays.
+
+    Made by :meth:`Kernel.prepare`, for calls whose inputs do not differ in shape and dtype: only
+    the first one's are checked.
+    """
+
+    def __init__(self, kernel: Kernel, backend: str, shared_memory: int, call: dict, numbers: list):
+        self.backend = backend
+        self._kernel = kernel
+        self._shared_memory = shared_memory
+        self._call = call
+        self._numbers = numbers
+        self._checked = False
+        # MLX itself can copy all inputs that are not row-contiguous, or none
+        declared = kernel.source.signature.inputs
+        self._copied = [bool(kernel.strided) and one.name not in kernel.strided for one in declared]
+
+    def __call__(self, *inputs: mx.array) -> list[mx.array]:
+        """The outputs, in the file's order, not evaluated yet.
+
+        Args:
+            inputs: the arrays in the file's order, without the prepared numbers.
+
+        Raises:
+            KernelError: if they are not what the file declares.
+        """
+        if not self._checked:
+            arrays = [*inputs, *self._numbers]
+            self._kernel.check_inputs(arrays, dict(self._call["template"]))
+            self._checked = True
+        arrays = [
+            mx.contiguous(array) if copied else array
+            for array, copied in zip(inputs, self._copied, strict=False)
+        ]
+        call: dict = self._call
+        if first_value() is not None:
+            call = call | {"init_value": first_value()}
+        note(lambda: self._kernel.name, self.backend)
+        built = self._kernel.build(self.backend, self._shared_memory)
+        call = call | {"inputs": [*arrays, *self._numbers]}
+        launcher = current_launcher()
+        if launcher is None:
+            return built(**call)
+        if self._kernel.overwrites:
+            call["overwrites"] = self._kernel.overwrites
+        return launcher(built, **call)

@@ -1,34 +1,21 @@
 """Selective attention over many queries: F for a chunk of them, then all heads with that F."""
 
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import mlx.core as mx
 
-from .backend import find_backend
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
 from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
-from .kernel import Kernel
+from .kernel import Kernel, Launch
+from .selective_mask import Masks
 from .threadgroup_memory import block_bytes
 
-MASK = Kernel("selective/mask.metal")
 ATTENTION = Kernel("selective/attention.metal")
 #: The mask holds -F / scale in float16, which counts to 65504, beside half-precision heads: with a
 #: scale from here on, what overflows has a weight of less than exp(-128).
 SMALLEST_SCALE = 1 / 512
-#: tau of the memory loss: F from which on a key counts as forgotten
-TAU = 1.0
-
-
-class MaskBlocks(NamedTuple):
-    """Sizes of the mask kernel: ``keys`` of a threadgroup, ``rows`` of queries in a step."""
-
-    keys: int
-    rows: int
-
 
 #: By backend, bytes of an element and head size; see causal_attention.
 BLOCKS = {
@@ -43,14 +30,11 @@ BLOCKS = {
     ("cuda", 4): dict.fromkeys((64, 80), Blocks(128, 32, 32, 2, True))
     | dict.fromkeys((96, 128), Blocks(128, 32, 32, 1, True)),
 }
-MASK_BLOCKS = {
-    ("metal", 2): MaskBlocks(64, 16),
-    ("metal", 4): MaskBlocks(32, 16),
-    ("cuda", 2): MaskBlocks(64, 32),
-    ("cuda", 4): MaskBlocks(64, 32),
-}
-#: the mask of a chunk takes at most this share of the bytes of queries, keys, values and output
-MASK_SHARE = 1 / 5
+#: A mask of all queries takes at most this share of the bytes of queries, keys, values and output;
+#: beyond that they come in chunks, of which two have a mask of at most MASK_SHARE / 4.
+MASK_SHARE = 1 / 2
+#: as many threadgroups a chunk should have, whatever its mask takes: about two for each core
+THREADGROUPS = 256
 
 
 def selective(
@@ -68,10 +52,12 @@ def selective(
 ) -> list[mx.array] | None:
     """Selective attention by the kernels of ``metal/selective``, where they apply.
 
-    F is formed once for all heads, as the additive mask of a chunk of queries, in one pass down
-    head 0's logits (arXiv 2410.02703); each head then begins its logits at that mask. Beside
-    inputs and outputs there are a chunk's mask, a fifth of their bytes at most (or 128 queries),
-    and a second copy of the output.
+    F is formed once for all heads, as the additive mask of a chunk of queries, from head 0's
+    logits (arXiv 2410.02703); each head then begins its logits at that mask. Beside inputs and
+    outputs there are, twice, F at the start of each block of queries (float32, N for each 32
+    queries on Metal, 128 on CUDA), and either the mask of all queries, where that takes at most
+    half of the bytes of inputs and output, or a second copy of the output and the masks of two
+    chunks, an eighth of those bytes each or what 256 threadgroups need.
 
     Args:
         q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.
@@ -94,11 +80,14 @@ def selective(
     Raises:
         UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
     """
-    if choose_backend(ATTENTION, partial(_why_plain, q, k, v, scale)) is None:
+    backend = choose_backend(ATTENTION, partial(_why_plain, q, k, v, scale))
+    if backend is None:
         return None
+    blocks = BLOCKS[backend, q.dtype.size][q.shape[3]]
 
     def forward(q, k, v, F):
-        return _launch(q, k, v, F, scale, query_positions, key_positions, remaining, chunk)
+        positions = query_positions, key_positions
+        return _launch(q, k, v, F, positions, scale, backend, blocks, remaining, chunk)
 
     return list(with_gradient_of(plain, forward)(q, k, v, F))
 
@@ -115,76 +104,53 @@ def _why_plain(q: mx.array, k: mx.array, v: mx.array, scale: float) -> str:
     return ""
 
 
-def _launch(q, k, v, F, scale, query_positions, key_positions, remaining, chunk) -> list[mx.array]:
-    """Chunk by chunk, each after the one before: [output, F, remaining]."""
+def _launch(q, k, v, F, positions, scale, backend, blocks, remaining, chunk) -> list[mx.array]:
+    """Chunk by chunk: [output, F, remaining]."""
     (B, _, T, _), N = q.shape, k.shape[2]
-    backend = find_backend().name or "metal"
-    blocks = BLOCKS[backend, q.dtype.size][q.shape[3]]
-    pitch, tall = (_up(n, size) for n, size in ((N, blocks.keys), (T, blocks.queries)))
-    positions = [
-        mx.pad(query_positions, ((0, 0), (0, tall - T)), constant_values=-1),
-        mx.pad(key_positions, ((0, 0), (0, pitch - N)), constant_values=-1),
-    ]
-    F = mx.pad(F, ((0, 0), (0, pitch - N)))
-    heads0 = [mx.contiguous(array[:, 0]) for array in (q, k)]
-    q, k, v = (mx.contiguous(array) for array in (q, k, v))
+    pitch, tall = _up(N, blocks.keys), _up(T, blocks.queries)
     mask_dtype = mx.float32 if q.dtype == mx.float32 else mx.float16
+    masks = Masks(
+        *(mx.contiguous(array[:, 0]) for array in (q, k)),
+        _padded(F, pitch, 0),
+        _padded(positions[0], tall, -1),
+        _padded(positions[1], pitch, -1),
+        scale=scale,
+        backend=backend,
+        dtype=mask_dtype,
+        align=blocks.queries,
+        keys=blocks.keys,
+        remaining=remaining,
+    )
     if chunk is None:
         chunk = _chunk(q, k, B * pitch * mask_dtype.size, blocks.queries)
-    outputs, needed = [], []
+    q, k, v = (mx.contiguous(array) for array in (q, k, v))
+    outputs, needed, settings = [], [], (scale, blocks)
     for start in range(0, T, chunk):
         rows = min(chunk, T - start)
-        mask, F, part = _mask(
-            *heads0, *positions, F, start, rows, scale, mask_dtype, blocks, remaining
-        )
-        outputs.append(_attention(q, k, v, mask, start, rows, scale, blocks))
-        # The next chunk's mask takes the place of this one's, not one beside it.
-        F = mx.depends(F, outputs[-1])
+        mask, formed, part = masks.form(start, rows)
+        shapes = q.shape, k.shape[1:3], pitch
+        launch = _prepare(ATTENTION, backend, q.dtype, mask_dtype, shapes, start, rows, *settings)
+        outputs += launch(q, k, v, mask, formed)
+        masks.used_for(outputs[-1])
         needed.append(part)
     together = mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    results = [together, F[:, :N]]
+    results = [together, masks.after[:, :N]]
     if remaining:
         results.append(_sum_remaining(mx.concatenate(needed, axis=1), N, T))
     return results
 
 
-def _mask(q, k, query_positions, key_positions, F, start, rows, scale, dtype, blocks, remaining):
-    """The additive mask of a chunk (B, rows, P), F after it (B, P), remaining memory by keys."""
-    (B, T, D), N, P = q.shape, k.shape[1], F.shape[1]
-    keys, step = MASK_BLOCKS[find_backend().name or "metal", q.dtype.size]
-    sizes, numbers = _mask_numbers((T, N, P, query_positions.shape[1], start, rows), scale)
-    return MASK(
-        inputs=[q, k, query_positions, key_positions, F, sizes, numbers],
-        template={
-            "T": q.dtype,
-            "M": dtype,
-            "D": D,
-            "KEYS": keys,
-            "R": step,
-            "ALIGN": blocks.queries,
-            "BK": blocks.keys,
-            "REMAINING": remaining,
-        },
-        grid=(math.ceil(P / keys) * 2 * keys, B, 1),
-        threadgroup=(2 * keys, 1, 1),
-        output_shapes=[(B, rows, P), (B, P), (B, rows, P // 16) if remaining else (1,)],
-        output_dtypes=[dtype, mx.float32, mx.float32],
-        shared_memory=block_bytes(keys + step, D, q.dtype),
-    )
-
-
-def _attention(q, k, v, mask, start, rows, scale, blocks: Blocks) -> mx.array:
-    """The chunk's output (B, H, rows, D)."""
-    B, H, T, D = q.shape
-    heads, N, P = k.shape[1], k.shape[2], mask.shape[2]
+@lru_cache(maxsize=512)
+def _prepare(kernel, backend, dtype, mask_dtype, shapes, start, rows, scale, blocks) -> Launch:
+    """The launch for a chunk's output (B, H, rows, D)."""
+    (B, H, T, D), (heads, N), pitch = shapes
     threads = blocks.queries // blocks.rows * 32
-    wide = heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
-    sizes, number = _attention_numbers((T, N, H // heads, H, P, start, rows), scale)
-    (out,) = ATTENTION(
-        inputs=[q, k, v, mask, sizes, number],
+    wide = heads_together(B * H, 2 * N * D * dtype.size * heads // H)
+    sizes = (T, N, H // heads, H, pitch, start, rows)
+    return kernel.prepare(
         template={
-            "T": q.dtype,
-            "M": mask.dtype,
+            "T": dtype,
+            "M": mask_dtype,
             "D": D,
             "BQ": blocks.queries,
             "BK": blocks.keys,
@@ -192,15 +158,20 @@ def _attention(q, k, v, mask, start, rows, scale, blocks: Blocks) -> mx.array:
             "PAIRS": blocks.pairs,
             "STAGED": blocks.staged,
         },
-        grid=(wide * threads, math.ceil(rows / blocks.queries), B * H // wide),
+        grid=(wide * threads, -(-rows // blocks.queries), B * H // wide),
         threadgroup=(threads, 1, 1),
         output_shapes=[(B, H, rows, D)],
-        output_dtypes=[q.dtype],
-        shared_memory=block_bytes(
-            2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged, D, q.dtype
-        ),
+        output_dtypes=[dtype],
+        shared_memory=shared_bytes(blocks, D, dtype),
+        numbers=[mx.array(sizes, mx.int32), mx.array([scale], mx.float32)],
     )
-    return out
+
+
+def shared_bytes(blocks: Blocks, head_size: int, dtype: mx.Dtype) -> int:
+    """Bytes of a threadgroup's memory on CUDA."""
+    rows = 2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged
+    mask = block_bytes(blocks.queries, blocks.keys, dtype) if blocks.pairs == 2 else 0
+    return block_bytes(rows, head_size, dtype) + mask
 
 
 def _sum_remaining(parts: mx.array, keys: int, queries: int) -> mx.array:
@@ -212,21 +183,19 @@ def _sum_remaining(parts: mx.array, keys: int, queries: int) -> mx.array:
 
 def _chunk(q: mx.array, k: mx.array, row: int, step: int) -> int:
     """Queries of a chunk, where the mask takes ``row`` bytes a query."""
-    most = int(2 * (q.nbytes + k.nbytes) * MASK_SHARE / row)
-    chunks = math.ceil(q.shape[2] / max(step, 128, most))
-    return _up(math.ceil(q.shape[2] / chunks), step)
+    B, H, T, _ = q.shape
+    room = 2 * (q.nbytes + k.nbytes) * MASK_SHARE / row
+    if T <= room:
+        return T
+    chunks = -(-T // max(step, step * -(-THREADGROUPS // (B * H)), int(room / 4)))
+    return _up(-(-T // chunks), step)
+
+
+def _padded(array: mx.array, length: int, value: int) -> mx.array:
+    """With the second axis of that length."""
+    missing = length - array.shape[1]
+    return mx.pad(array, ((0, 0), (0, missing)), constant_values=value) if missing else array
 
 
 def _up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-@lru_cache(maxsize=512)
-def _mask_numbers(sizes: tuple[int, ...], scale: float) -> tuple[mx.array, mx.array]:
-    """What the kernel reads from constant memory; kept, since making arrays takes time too."""
-    return mx.array(sizes, mx.int32), mx.array([scale, TAU], mx.float32)
-
-
-@lru_cache(maxsize=512)
-def _attention_numbers(sizes: tuple[int, ...], scale: float) -> tuple[mx.array, mx.array]:
-    return mx.array(sizes, mx.int32), mx.array([scale], mx.float32)

@@ -8,7 +8,7 @@ import mlx.core as mx
 from .blocks import HEAD_SIZES
 from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
-from .kernel import Kernel
+from .kernel import Kernel, Launch
 from .signature import CONSTANT_BELOW
 from .splits import SIMDGROUPS, share_keys
 
@@ -54,11 +54,18 @@ def selective_decode(
     Raises:
         UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
     """
-    if choose_backend(DECODE, partial(_why_plain, q, k, v)) is None:
+    backend = choose_backend(DECODE, partial(_why_plain, q, k, v))
+    if backend is None:
         return None
 
     def forward(q, k, v, F):
-        return _launch(q, k, v, F, scale, query_positions, key_positions, list(evicts))
+        arrays = q, k, v, F, key_positions, _rows(query_positions, evicts)
+        kernels = DECODE, COMBINE
+        first, second = _prepare(kernels, backend, q.dtype, q.shape, k.shape[1:3], float(scale))
+        out, evicted, after, *found = first(*arrays)
+        if second is not None:
+            out, evicted = second(*found)
+        return [out, after, evicted]
 
     return list(with_gradient_of(plain, forward, outputs=2)(q, k, v, F))
 
@@ -75,48 +82,43 @@ def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
     return ""
 
 
-def _launch(q, k, v, F, scale, query_positions, key_positions, evicts) -> list[mx.array]:
-    (B, H, _, D), (_, Hkv, N, _) = q.shape, k.shape
-    heads, keys, splits = share_keys(H // Hkv, N, D)
-    split = splits > 1
+def _rows(query_positions: mx.array, evicts: Sequence[int]) -> mx.array:
+    """Each row's position, and whether it evicts; as many as device memory begins with."""
     rows = mx.concatenate([query_positions, mx.array(evicts, mx.int32)[:, None]], axis=1)
-    if rows.size < CONSTANT_BELOW:
-        rows = mx.pad(rows, ((0, CONSTANT_BELOW // 2 - B), (0, 0)))
-    sizes, number = _numbers((N, H, Hkv, splits, keys), scale)
-    parts = [(B * H * splits * D,), *((max(n, 8),) for n in (2 * B * H * splits, B * splits))]
-    out, evicted, after, *found = DECODE(
-        inputs=[q, k, v, F, key_positions, rows, sizes, number],
-        template={
-            "T": q.dtype,
-            "D": D,
-            "HEADS": heads,
-            "SIMDGROUPS": SIMDGROUPS,
-            "SPLIT": split,
-        },
-        grid=(splits * SIMDGROUPS * 32, H // heads, B),
-        threadgroup=(SIMDGROUPS * 32, 1, 1),
-        output_shapes=[
-            (1,) if split else q.shape,
-            (1,) if split else (B, 1),
-            (B, N),
-            *([*parts, (max(2 * B * splits, 8),)] if split else [(1,)] * 4),
-        ],
-        output_dtypes=[q.dtype, mx.int32, *[mx.float32] * 4, mx.int32],
-        shared_memory=4 * SIMDGROUPS * (heads * (D + 2) + 3),
-    )
-    if split:
-        out, evicted = COMBINE(
-            inputs=[*found, _numbers((splits, H), scale)[0]],
-            template={"T": q.dtype, "D": D},
-            grid=(B * H * 128, 1, 1),
-            threadgroup=(128, 1, 1),
-            output_shapes=[q.shape, (B, 1)],
-            output_dtypes=[q.dtype, mx.int32],
-        )
-    return [out, after, evicted]
+    missing = CONSTANT_BELOW // 2 - len(evicts)
+    return mx.pad(rows, ((0, missing), (0, 0))) if missing > 0 else rows
 
 
 @lru_cache(maxsize=512)
-def _numbers(sizes: tuple[int, ...], scale: float) -> tuple[mx.array, mx.array]:
-    """What the kernels read from constant memory; kept, since making arrays takes time too."""
-    return mx.array(sizes, mx.int32), mx.array([scale], mx.float32)
+def _prepare(kernels, backend, dtype, shape, keys_shape, scale) -> tuple[Launch, Launch | None]:
+    """The launch, and that which makes its splits one, if there are several."""
+    (B, H, _, D), (Hkv, N) = shape, keys_shape
+    heads, keys, splits = share_keys(H // Hkv, N, D)
+    split = splits > 1
+    whole = [shape, (B, 1)]
+    parts = [(max(n, 8),) for n in (B * H * splits * D, 2 * B * H * splits, B * splits)]
+    parts.append((max(2 * B * splits, 8),))
+    # what a launch does not write has one element
+    given = [(1,), (1,), (B, N), *parts] if split else [*whole, (B, N), *[(1,)] * 4]
+    first = kernels[0].prepare(
+        template={"T": dtype, "D": D, "HEADS": heads, "SIMDGROUPS": SIMDGROUPS, "SPLIT": split},
+        grid=(splits * SIMDGROUPS * 32, H // heads, B),
+        threadgroup=(SIMDGROUPS * 32, 1, 1),
+        output_shapes=[
+            *([(1,)] * 2 if split else whole),
+            (B, N),
+            *(parts if split else [(1,)] * 4),
+        ],
+        output_dtypes=[dtype, mx.int32, *[mx.float32] * 4, mx.int32],
+        shared_memory=4 * SIMDGROUPS * (heads * (D + 2) + 3),
+        numbers=[mx.array([N, H, Hkv, splits, keys], mx.int32), mx.array([scale], mx.float32)],
+    )
+    second = kernels[1].prepare(
+        template={"T": dtype, "D": D},
+        grid=(B * H * 128, 1, 1),
+        threadgroup=(128, 1, 1),
+        output_shapes=whole,
+        output_dtypes=[dtype, mx.int32],
+        numbers=[mx.array([splits, H], mx.int32)],
+    )
+    return first, second if split else None

@@ -9,7 +9,7 @@ import mlx.core as mx
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
 from .choice import choose_backend, why_not_array
 from .gradient import with_gradient_of
-from .kernel import Kernel
+from .kernel import Kernel, Launch
 from .signature import CONSTANT_BELOW
 from .threadgroup_memory import block_bytes
 
@@ -80,7 +80,8 @@ def stick_breaking(
     if backend is None:
         return None
     blocks = blocks or BLOCKS[backend, q.dtype.size][q.shape[-1]]
-    function = _function(definition, float(scale), attend_current, product_form, blocks)
+    settings = (KERNEL, backend, float(scale), attend_current, product_form, blocks)
+    function = _function(definition, settings)
     return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
 
@@ -104,8 +105,9 @@ def _why_plain(q, k, v, scale, begins) -> str:
 
 
 @lru_cache(maxsize=32)
-def _function(definition, scale, attend_current, product_form, blocks) -> Callable:
+def _function(definition, settings) -> Callable:
     """Of q, k, v and perhaps begins, with derivatives."""
+    _, _, scale, attend_current, *_ = settings
 
     def plain(q, k, v, begins=None):
         mask = None
@@ -113,19 +115,22 @@ def _function(definition, scale, attend_current, product_form, blocks) -> Callab
             mask = mx.arange(k.shape[2]) >= begins[:, None, None, None]
         return list(definition(q, k, v, scale=scale, attend_current=attend_current, mask=mask))
 
-    launch = partial(_launch, scale, attend_current, product_form, blocks)
-    return with_gradient_of(plain, launch)
+    def forward(q, k, v, begins=None):
+        launch = _prepare(settings, q.dtype, q.shape, k.shape[1:3])
+        return launch(q, k, v, _device_begins(begins, q.shape[0]))
+
+    return with_gradient_of(plain, forward)
 
 
-def _launch(scale, attend_current, product_form, blocks, q, k, v, begins=None) -> list[mx.array]:
-    B, H, T, D = q.shape
-    heads, N = k.shape[1], k.shape[2]
+@lru_cache(maxsize=512)
+def _prepare(settings, dtype, shape, keys_shape) -> Launch:
+    kernel, _, scale, attend_current, product_form, blocks = settings
+    (B, H, T, D), (heads, N) = shape, keys_shape
     threads = blocks.queries // blocks.rows * 32
-    wide = heads_together(B * H, 2 * N * D * q.dtype.size * heads // H)
-    return KERNEL(
-        inputs=[q, k, v, _device_begins(begins, B), *_numbers(T, N, H, H // heads, scale)],
+    wide = heads_together(B * H, 2 * N * D * dtype.size * heads // H)
+    return kernel.prepare(
         template={
-            "T": q.dtype,
+            "T": dtype,
             "D": D,
             "BQ": blocks.queries,
             "BK": blocks.keys,
@@ -137,9 +142,10 @@ def _launch(scale, attend_current, product_form, blocks, q, k, v, begins=None) -
         },
         grid=(wide * threads, math.ceil(T / blocks.queries), B * H // wide),
         threadgroup=(threads, 1, 1),
-        output_shapes=[q.shape, (B, H, T)],
-        output_dtypes=[q.dtype, mx.float32],
-        shared_memory=shared_bytes(blocks, D, q.dtype),
+        output_shapes=[shape, (B, H, T)],
+        output_dtypes=[dtype, mx.float32],
+        shared_memory=shared_bytes(blocks, D, dtype),
+        numbers=[mx.array([T, N, H, H // heads], mx.int32), mx.array([scale], mx.float32)],
     )
 
 
@@ -160,11 +166,3 @@ def _device_begins(begins: mx.array | None, rows: int) -> mx.array:
 @lru_cache(maxsize=64)
 def _zeros(count: int) -> mx.array:
     return mx.zeros((count,), mx.int32)
-
-
-@lru_cache(maxsize=64)
-def _numbers(
-    queries: int, keys: int, heads: int, group: int, scale: float
-) -> tuple[mx.array, mx.array]:
-    """What the kernel reads from constant memory; kept, since making arrays takes time too."""
-    return mx.array([queries, keys, heads, group], mx.int32), mx.array([scale], mx.float32)

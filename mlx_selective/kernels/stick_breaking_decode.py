@@ -8,7 +8,7 @@ import mlx.core as mx
 from .blocks import HEAD_SIZES
 from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
-from .kernel import Kernel
+from .kernel import Kernel, Launch
 from .splits import SIMDGROUPS, share_keys
 
 DECODE = Kernel("stick_breaking/decode.metal")
@@ -44,10 +44,18 @@ def stick_breaking_decode(
     Raises:
         UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
     """
-    if choose_backend(DECODE, partial(_why_plain, q, k, v)) is None:
+    backend = choose_backend(DECODE, partial(_why_plain, q, k, v))
+    if backend is None:
         return None
-    launch = partial(_launch, scale=scale, end=k.shape[2] - (not attend_current))
-    return tuple(with_gradient_of(plain, launch)(q, k, v))
+
+    def forward(q, k, v):
+        shapes, end = (q.shape, k.shape[1:3]), k.shape[2] - (not attend_current)
+        kernels = DECODE, COMBINE
+        first, second = _prepare(kernels, backend, q.dtype, *shapes, end, float(scale))
+        out, remainder, *found = first(q, k, v, _zeros(max(q.shape[0], 8)))
+        return [out, remainder] if second is None else second(*found)
+
+    return tuple(with_gradient_of(plain, forward)(q, k, v))
 
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
@@ -58,47 +66,37 @@ def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
     return "" if q.shape[2] == 1 else f"{q.shape[2]} queries"
 
 
-def _launch(q, k, v, *, scale: float, end: int) -> list[mx.array]:
-    (B, H, _, D), (_, Hkv, N, _) = q.shape, k.shape
+@lru_cache(maxsize=512)
+def _prepare(
+    kernels, backend, dtype, shape, keys_shape, end, scale
+) -> tuple[Launch, Launch | None]:
+    """The launch, and that which makes its splits one, if there are several."""
+    (B, H, _, D), (Hkv, N) = shape, keys_shape
     heads, keys, splits = share_keys(H // Hkv, N, D)
     split = splits > 1
-    shapes = [q.shape, (B, H, 1)]
-    out, remainder, *found = DECODE(
-        inputs=[q, k, v, _zeros(max(B, 8)), *_numbers((N, H, Hkv, splits, keys, end), scale)],
-        template={
-            "T": q.dtype,
-            "D": D,
-            "HEADS": heads,
-            "SIMDGROUPS": SIMDGROUPS,
-            "SPLIT": split,
-        },
+    whole, nothing = [shape, (B, H, 1)], [(1,), (1,)]
+    parts = [(B * H * splits * D,), (max(B * H * splits, 8),)]
+    sizes = (N, H, Hkv, splits, keys, end)
+    first = kernels[0].prepare(
+        template={"T": dtype, "D": D, "HEADS": heads, "SIMDGROUPS": SIMDGROUPS, "SPLIT": split},
         grid=(splits * SIMDGROUPS * 32, H // heads, B),
         threadgroup=(SIMDGROUPS * 32, 1, 1),
-        output_shapes=[
-            *([(1,), (1,)] if split else shapes),
-            *([(B * H * splits * D,), (max(B * H * splits, 8),)] if split else [(1,), (1,)]),
-        ],
-        output_dtypes=[q.dtype, *[mx.float32] * 3],
+        output_shapes=[*nothing, *parts] if split else [*whole, *nothing],
+        output_dtypes=[dtype, *[mx.float32] * 3],
         shared_memory=4 * SIMDGROUPS * heads * (D + 1),
+        numbers=[mx.array(sizes, mx.int32), mx.array([scale], mx.float32)],
     )
-    if not split:
-        return [out, remainder]
-    return COMBINE(
-        inputs=[*found, _numbers((splits,), scale)[0]],
-        template={"T": q.dtype, "D": D},
+    second = kernels[1].prepare(
+        template={"T": dtype, "D": D},
         grid=(B * H * 128, 1, 1),
         threadgroup=(128, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=[q.dtype, mx.float32],
+        output_shapes=whole,
+        output_dtypes=[dtype, mx.float32],
+        numbers=[mx.array([splits], mx.int32)],
     )
+    return first, second if split else None
 
 
 @lru_cache(maxsize=64)
 def _zeros(count: int) -> mx.array:
     return mx.zeros((count,), mx.int32)
-
-
-@lru_cache(maxsize=512)
-def _numbers(sizes: tuple[int, ...], scale: float) -> tuple[mx.array, mx.array]:
-    """What the kernels read from constant memory; kept, since making arrays takes time too."""
-    return mx.array(sizes, mx.int32), mx.array([scale], mx.float32)

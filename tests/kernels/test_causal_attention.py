@@ -295,13 +295,13 @@ def test_a_prompt_longer_than_sixteen_bits_count():
 def test_shared_memory_is_what_the_text_declares(D, dtype, staged, monkeypatch):
     """On CUDA the number is an argument, and nothing else would find one that is too small."""
     asked = []
-    build = Kernel._build
+    build = Kernel.build
 
     def noting(kernel, backend, shared_memory):
         asked.append(shared_memory)
         return build(kernel, backend, shared_memory)
 
-    monkeypatch.setattr(Kernel, "_build", noting)
+    monkeypatch.setattr(Kernel, "build", noting)
     with metal_host.recording() as reports:
         on_host(*normal(dtype, D), scale=0.1, blocks=Blocks(16, 16, 8, 1, staged))
     assert [report.threadgroup_memory for report in reports] == asked

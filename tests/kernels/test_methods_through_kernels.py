@@ -10,7 +10,7 @@ from tiny import grafted, tokens
 from mlx_selective import selective_attention, stick_breaking_attention
 from mlx_selective.kernels import record
 
-SELECTIVE = ["selective_mask", "selective_attention", "selective_decode"]
+SELECTIVE = ["selective_sums", "selective_mask", "selective_attention", "selective_decode"]
 STICKS = ["stick_breaking_attention", "stick_breaking_decode"]
 CHUNKS = [12, 1, 1, 6]
 

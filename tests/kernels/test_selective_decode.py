@@ -149,7 +149,9 @@ def test_large_and_rising_logits():
         arrays = map(float64, (q, k, v, F))
         truth = definition(*arrays, scale, np.array(own), np.array(positions))[0]
         plain = selective_plain(q, k, v, F, own, positions, scale)
-        assert error(out, truth) <= 2 * error(plain, truth) + 2e-7
+        # logits themselves are rounded
+        largest = scale * np.abs(float64(q) @ float64(k).swapaxes(2, 3)).max()
+        assert error(out, truth) <= 2 * error(plain, truth) + 2e-7 + 6e-8 * largest
 
 
 @host_only

@@ -53,6 +53,12 @@ class Value:
         return array.view(_BFLOAT) if self.dtype == _BFLOAT else array
 
 
+def write_back(data: np.ndarray, array: mx.array) -> None:
+    """Bytes of a row-contiguous array become its content, in place."""
+    view = np.array(array, copy=False)
+    view[...] = data.view(view.dtype).reshape(view.shape)
+
+
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a row-contiguous array, in elements."""
     strides, step = [], 1

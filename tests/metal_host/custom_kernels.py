@@ -3,7 +3,7 @@
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from .arrays import Value
+from .arrays import Value, write_back
 from .launching import CONSTANT, DEVICE, Argument, Kernel
 from .report import Report
 from .translation.building import Source, build
@@ -68,18 +68,27 @@ class _Recording:
 _recordings: list[_Recording] = []
 
 
-def run(fn: Callable, *arrays: mx.array, seed: int = 0, trace: bool = True, optimise: int = 2):
+def run(
+    fn: Callable,
+    *arrays: mx.array,
+    seed: int = 0,
+    trace: bool = True,
+    optimise: int = 2,
+    overwrites: Collection[str] = (),
+):
     """What `fn(*arrays)` returns, and the report. `fn` calls custom kernels and nothing else.
 
     `seed`: of the order in which threads and threadgroups run. Without `trace` it is faster, and
     finds divergence only. `optimise`: the compiler's level, for tests of the executor itself.
+    `overwrites`: names of inputs that kernels may write; the arrays change in place.
     """
     graph = _export(fn, arrays)
     values: dict[str, mx.array | Value] = dict(zip(graph.inputs, arrays, strict=True))
     values |= graph.constants
     launches = []
     for call in graph.calls:
-        launches.append(_launch(call, values, seed + len(launches), trace, optimise))
+        settings = (seed + len(launches), trace, optimise, overwrites)
+        launches.append(_launch(call, values, *settings))
     results = [values[name] for name in graph.outputs]
     results = [value.array() if isinstance(value, Value) else value for value in results]
     report = launches[0] if len(launches) == 1 else Report.total(launches)
@@ -89,9 +98,15 @@ def run(fn: Callable, *arrays: mx.array, seed: int = 0, trace: bool = True, opti
 
 
 def execute(
-    kernel: Callable, *, inputs: list, stream=None, verbose: bool = False, **launch
+    kernel: Callable,
+    *,
+    inputs: list,
+    stream=None,
+    verbose: bool = False,
+    overwrites: Collection[str] = (),
+    **launch,
 ) -> list[mx.array]:
-    """Like `kernel(inputs=inputs, **launch)` on a GPU."""
+    """Like `kernel(inputs=inputs, **launch)` on a GPU, where `overwrites` needs no mention."""
     arrays = [value for value in inputs if isinstance(value, mx.array)]
 
     def call(*given):
@@ -100,7 +115,7 @@ def execute(
         return kernel(inputs=every, **launch)
 
     settings = _recordings[-1] if _recordings else _Recording([], 0, True)
-    results, _ = run(call, *arrays, seed=settings.seed, trace=settings.trace)
+    results, _ = run(call, *arrays, seed=settings.seed, trace=settings.trace, overwrites=overwrites)
     return results if isinstance(results, list) else [results]
 
 
@@ -185,13 +200,17 @@ def _own_preamble() -> str:
 # From a call to a launch
 
 
-def _launch(call: Call, values: dict, seed: int, trace: bool, optimise: int) -> Report:
+def _launch(call: Call, values, seed: int, trace: bool, optimise: int, overwrites) -> Report:
     kernel = _compile(call, trace, optimise)
     given = [_value(values[name], call.row_contiguous) for name in call.inputs]
     results = [Value.output(s, d, call.init_value) for _, s, d in call.outputs]
-    arguments = _arguments(call, kernel.compiled.parameters, given, results)
+    arguments = _arguments(call, kernel.compiled.parameters, given, results, overwrites)
     group = tuple(max(1, min(g, t)) for g, t in zip(call.grid, call.threadgroup, strict=True))
     report = kernel.launch(arguments, call.grid, group, seed)
+    own = [argument for argument in arguments if argument.reported]
+    for name, argument in zip(call.inputs, own, strict=False):
+        if not argument.read_only:
+            write_back(argument.data, values[name])
     for (name, *_), value, argument in zip(
         call.outputs, results, arguments[len(arguments) - len(results) :], strict=True
     ):
@@ -207,7 +226,11 @@ def _value(value: mx.array | Value, row_contiguous: bool) -> Value:
 
 
 def _arguments(
-    call: Call, parameters: list[Parameter], inputs: list[Value], outputs: list[Value]
+    call: Call,
+    parameters: list[Parameter],
+    inputs: list[Value],
+    outputs: list[Value],
+    overwrites: Collection[str],
 ) -> list[Argument]:
     """In the order of the kernel's buffers: each input with what it tells of its shape."""
     names = iter([p.name for p in parameters if p.buffer is not None])
@@ -220,7 +243,9 @@ def _arguments(
     for value, (shape, strides, ndim) in zip(inputs, call.metadata, strict=True):
         elements = int(np.prod(value.shape, dtype=np.int64))
         space = CONSTANT if elements < SMALL else DEVICE
-        given = Argument(next(names), value.data, value.state, space, read_only=True)
+        name = next(names)
+        written = name in overwrites
+        given = Argument(name, value.data, value.state, space, read_only=not written)
         arguments.append(given)
         if value.shape:
             if shape:

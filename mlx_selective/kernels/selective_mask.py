@@ -1,0 +1,166 @@
+"""F of selective attention over many queries, as the additive mask of all heads."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .kernel import Kernel, Launch
+from .threadgroup_memory import block_bytes
+
+SUMS = Kernel("selective/sums.metal")
+MASK = Kernel("selective/mask.metal", overwrites=("room",))
+#: tau of the memory loss: F from which on a key counts as forgotten
+TAU = 1.0
+
+
+class MaskBlocks(NamedTuple):
+    """Sizes of the kernels that form the mask.
+
+    A threadgroup of the mask's takes ``keys`` keys and ``rows`` queries at a time; one of the
+    sums' ``sum_keys`` keys, ``sum_rows`` for each simdgroup.
+    """
+
+    keys: int
+    rows: int
+    sum_keys: int
+    sum_rows: int
+
+
+#: by backend and bytes of an element
+BLOCKS = {
+    ("metal", 2): MaskBlocks(64, 16, 32, 8),
+    ("metal", 4): MaskBlocks(32, 16, 32, 8),
+    ("cuda", 2): MaskBlocks(64, 32, 128, 32),
+    ("cuda", 4): MaskBlocks(64, 32, 64, 16),
+}
+
+
+class Masks:
+    """The masks of a prompt's chunks, each formed when the one before it has been asked for.
+
+    First every block of queries sums up what it selects; F at the start of each block follows,
+    and blocks are then independent. Two chunks' masks are held at a time: MLX frees nothing
+    before the GPU has done all that is queued, so the third chunk's goes where the first one's
+    was, which the kernel overwrites. No one else ever holds these arrays.
+
+    Args:
+        q: (B, T, D), head 0's queries, row-contiguous, as k.
+        k: (B, N, D), head 0's keys.
+        F: (B, P) float32, what earlier queries left on the keys; P is N in whole blocks.
+        query_positions: (B, TP) int32; TP is T in whole blocks of ``align`` queries.
+        key_positions: (B, P) int32.
+        scale: multiplies the logits.
+        backend: that the kernels run on.
+        dtype: of the masks, of as many bytes as q's.
+        align: queries of a block in which the mask is read.
+        keys: of a block in which the mask is read.
+        remaining: whether to sum up 1 - min(F, 1) over the keys that a query sees.
+    """
+
+    def __init__(
+        self,
+        q: mx.array,
+        k: mx.array,
+        F: mx.array,
+        query_positions: mx.array,
+        key_positions: mx.array,
+        *,
+        scale: float,
+        backend: str,
+        dtype: mx.Dtype,
+        align: int,
+        keys: int,
+        remaining: bool,
+    ):
+        self._inputs = [q, k, query_positions, key_positions, F]
+        self._settings = (backend, q.dtype, dtype, q.shape, k.shape[1], F.shape[1], scale)
+        self._blocks = (align, keys, remaining)
+        sums = _prepare_sums(SUMS, align, *self._settings)(*self._inputs[:4])[0]
+        self._starts = mx.cumsum(sums, axis=1, inclusive=False)
+        #: (B, P) float32, F after all queries
+        self.after = F + sums.sum(axis=1)
+        self._rooms: list[mx.array] = []
+        self._outputs: list[mx.array] = []
+
+    def form(self, start: int, rows: int) -> tuple[mx.array, mx.array, mx.array]:
+        """The next chunk's mask, ``rows`` queries from ``start`` on.
+
+        Returns:
+            An array whose first B * rows * P elements are the mask (B, rows, P): -F / scale, -inf
+            where a query does not see a key; an array that is there once the mask is; and,
+            with ``remaining``, sums (B, rows, P / 16) over 16 keys.
+        """
+        number = len(self._rooms)
+        again = number >= 2
+        room, read = (
+            (self._rooms[number - 2], self._outputs[number - 2])
+            if again
+            else (_nothing(self._settings[2]), self._inputs[0])
+        )
+        launch = _prepare_mask(MASK, start, rows, again, *self._blocks, *self._settings)
+        mask, remaining = launch(*self._inputs, self._starts, room, read)
+        self._rooms.append(room if again else mask)
+        return self._rooms[-1], mask, remaining
+
+    def used_for(self, output: mx.array) -> None:
+        """Says which array is there once the last chunk's mask is not needed any more."""
+        self._outputs.append(output)
+
+
+@lru_cache(maxsize=64)
+def _prepare_sums(kernel, align, backend, q_dtype, dtype, shape, N, P, scale) -> Launch:
+    B, T, D = shape
+    blocks, sizes = -(-T // align), BLOCKS[backend, q_dtype.size]
+    threads = sizes.sum_keys // sizes.sum_rows * 32
+    return kernel.prepare(
+        template={
+            "T": q_dtype,
+            "D": D,
+            "KEYS": sizes.sum_keys,
+            "R": sizes.sum_rows,
+            "ALIGN": align,
+        },
+        grid=(-(-P // sizes.sum_keys) * threads, blocks, B),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(B, blocks, P)],
+        output_dtypes=[mx.float32],
+        shared_memory=block_bytes(align, D, q_dtype),
+        numbers=[mx.array([T, N, P, blocks * align], mx.int32), mx.array([scale], mx.float32)],
+    )
+
+
+@lru_cache(maxsize=512)
+def _prepare_mask(
+    kernel, start, rows, again, align, keys, remaining, backend, q_dtype, dtype, shape, N, P, scale
+) -> Launch:
+    B, T, D = shape
+    sizes, tall = BLOCKS[backend, q_dtype.size], -(-T // align) * align
+    return kernel.prepare(
+        template={
+            "T": q_dtype,
+            "M": dtype,
+            "D": D,
+            "KEYS": sizes.keys,
+            "R": sizes.rows,
+            "ALIGN": align,
+            "BK": keys,
+            "REMAINING": remaining,
+            "AGAIN": again,
+        },
+        grid=(-(-P // sizes.keys) * 2 * sizes.keys, -(-rows // align), B),
+        threadgroup=(2 * sizes.keys, 1, 1),
+        output_shapes=[(8,) if again else (B, rows, P), (B, rows, P // 16) if remaining else (1,)],
+        output_dtypes=[dtype, mx.float32],
+        shared_memory=block_bytes(sizes.keys + sizes.rows, D, q_dtype),
+        numbers=[
+            mx.array([T, N, P, tall, start, rows], mx.int32),
+            mx.array([scale, TAU], mx.float32),
+        ],
+    )
+
+
+@lru_cache(maxsize=4)
+def _nothing(dtype: mx.Dtype) -> mx.array:
+    """Stands for a room that is not used."""
+    return mx.zeros((8,), dtype)
