@@ -82,20 +82,24 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
     staged.rows = memory;
     multiply_transposed(s, staged, ks + (mine - first) * PITCH, in_simdgroup);
 
+    Rows<R> needed(0);
+    int at[Rows<R>::SIZE]; // positions of the rows' queries
+#pragma unroll
+    for (short i = 0; i < needed.SIZE; i++) {
+      at[i] = own[top + needed.row(i, lane)];
+    }
 #pragma unroll
     for (short e = 0; e < s.SIZE; e++) {
       const int position = key[s.col_index(e)];
       // The first token is never forgotten, and a token never makes anyone forget itself.
-      const bool selects = position > 0 && position < own[top + s.row(e, lane)];
+      const bool selects = (position > 0) & (position < at[s.row_index(e)]);
       s[e] = selects ? metal::max(s[e] * scale, 0.0f) : 0.0f;
     }
     scan_columns<false>(s, F, in_simdgroup);
-
-    Rows<R> needed(0);
 #pragma unroll
     for (short e = 0; e < s.SIZE; e++) {
       const int position = key[s.col_index(e)];
-      const bool visible = position >= 0 && position <= own[top + s.row(e, lane)];
+      const bool visible = (position >= 0) & (position <= at[s.row_index(e)]);
       needed[s.row_index(e)] += visible ? 1 - metal::min(s[e] * inverse_tau, 1.0f) : 0.0f;
       s[e] = visible ? -s[e] * inverse_scale : -INFINITY;
     }

@@ -3,7 +3,7 @@
 // worked at side by side. A simdgroup holds R keys in registers and goes along the block's queries.
 #include "../tile/memory.h"
 #include "../tile/multiply.h"
-#include "../tile/reduce.h"
+#include "../tile/scan.h"
 
 // q (B, T, D) and k (B, N, D), head 0 alone; query_positions (B, TP) and key_positions (B, P), negative for
 // padding and beyond the last; TP and P multiples of ALIGN and R; sizes {T, N, P, TP}; scale {scale};
@@ -53,12 +53,17 @@ template <typename T, int D, int KEYS, int R, int ALIGN>
       Tile<R, C> s;
       s.fill(0);
       multiply_transposed(s, held, memory + c * PITCH, in_simdgroup);
+      int at[Cols<C>::SIZE]; // positions of the columns' queries
+#pragma unroll
+      for (short i = 0; i < Cols<C>::SIZE; i++) {
+        at[i] = own[c + Cols<C>::col(i, lane)];
+      }
 #pragma unroll
       for (short e = 0; e < s.SIZE; e++) {
         const int position = key[s.row_index(e)];
         // The first token is never forgotten, and a token never makes anyone forget itself.
-        const bool selects = position > 0 && position < own[c + s.col(e, lane)];
-        total[s.row_index(e)] += selects ? metal::max(s[e] * scale[0], 0.0f) : 0.0f;
+        const bool selects = (position > 0) & (position < at[s.col_index(e)]);
+        total[s.row_index(e)] += selects ? metal::max(s[e], 0.0f) : 0.0f;
       }
     }
     combine_lanes<Sum>(total);
@@ -67,7 +72,7 @@ template <typename T, int D, int KEYS, int R, int ALIGN>
   for (short i = 0; i < total.SIZE; i++) {
     const int row = mine + total.row(i, lane);
     if (lane.col == 0 && row < pitch) {
-      sums[(b * threadgroups_per_grid.y + threadgroup_position_in_grid.y) * pitch + row] = total[i];
+      sums[(b * threadgroups_per_grid.y + threadgroup_position_in_grid.y) * pitch + row] = total[i] * scale[0];
     }
   }
 }

@@ -82,6 +82,21 @@ METAL_FUNC void copy_block(
         copy_vector(destination + i * STEP * To::PITCH, full ? source + down * ld : source, full);
       }
     }
+  } else if constexpr (THREADS % 8 == 0 && VECTORS % (THREADS / 8) == 0 && ROWS % 8 == 0 &&
+                       is_in_order<Order>()) {
+    // Eight rows at a time, in parts: again a thread keeps its row of eight, by which rows are swizzled.
+    const int row = index % 8;
+#pragma unroll
+    for (int first = 0; first < VECTORS; first += THREADS / 8) {
+      const int vector = index / 8 + first;
+      threadgroup T* to = destination + To::at(row, vector);
+      const device T* from = source + row * ld + vector * To::WIDTH;
+#pragma unroll
+      for (int down = 0; down < ROWS; down += 8) {
+        const bool full = rows >= ROWS || row + down < rows;
+        copy_vector(to + down * To::PITCH, full ? from + down * ld : source, full);
+      }
+    }
   } else {
 #pragma unroll
     for (int first = 0; first < ROWS * VECTORS; first += THREADS) {
@@ -118,18 +133,6 @@ METAL_FUNC void load(thread Tile<R, C>& s, const device T* source, int ld, int r
     if (s.row(e, lane) < rows) {
       load_pair(s[e], s[e + 1], source + s.row(e, lane) * ld + s.col(e, lane));
     }
-  }
-}
-
-// A tile from a Block of its rows in threadgroup memory.
-template <typename T, int R, int C>
-METAL_FUNC void load_block(thread Tile<R, C>& s, const threadgroup T* block, ushort index) {
-  using From = Block<T, C>;
-  const Lane lane(index);
-#pragma unroll
-  for (short e = 0; e < s.SIZE; e += 2) {
-    const short col = s.col(e, lane);
-    load_pair(s[e], s[e + 1], block + From::at(s.row(e, lane), col / From::WIDTH) + col % From::WIDTH);
   }
 }
 

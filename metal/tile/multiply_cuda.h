@@ -2,6 +2,7 @@
 // float's precision) for float. Right factors come as two neighbouring 8-column fragments at a time.
 #pragma once
 #include "block.h"
+#include "memory.h"
 #include "tile.h"
 
 // How operands of type T are stored in registers and multiplied.
@@ -57,6 +58,12 @@ struct MatrixUnit {
     f[1] = pack(c[2], c[3]);
     f[2] = pack(c[4], c[5]);
     f[3] = pack(c[6], c[7]);
+  }
+  METAL_FUNC static void to_accumulators(float* c, const Word* f) {
+#pragma unroll
+    for (short i = 0; i < 4; i++) {
+      load_pair(c[2 * i], c[2 * i + 1], reinterpret_cast<const T*>(f + i));
+    }
   }
   // A lane's pairs of a 16 x 16 block in device memory.
   METAL_FUNC static void left_device(Word* f, const T* a, int ld, Lane lane, bool first, bool second) {
@@ -162,6 +169,12 @@ struct MatrixUnit<float> {
     f[1] = c[2];
     f[2] = c[1];
     f[3] = c[3];
+  }
+  METAL_FUNC static void to_accumulators(float* c, const Word* f) {
+    c[0] = f[0];
+    c[2] = f[1];
+    c[1] = f[2];
+    c[3] = f[3];
   }
   METAL_FUNC static void left_device(Word* f, const float* a, int ld, Lane lane, bool first, bool second) {
     const float* p = a + lane.row * ld + lane.col;
@@ -270,6 +283,21 @@ METAL_FUNC void multiply(Tile<R, C>& o, const A& a, const typename A::Element* b
         Unit::multiply_accumulate(o.fragment(i, 2 * j), left[i], right);
         Unit::multiply_accumulate(o.fragment(i, 2 * j + 1), left[i], right + 2);
       }
+    }
+  }
+}
+
+// A tile from a Block of its rows in threadgroup memory.
+template <typename T, int R, int C>
+METAL_FUNC void load_block(Tile<R, C>& s, const T* block, ushort index) {
+  using Unit = MatrixUnit<T>;
+#pragma unroll
+  for (short i = 0; i < R / 16; i++) {
+#pragma unroll
+    for (short j = 0; j < C / Unit::DEPTH; j++) {
+      typename Unit::Word f[4];
+      Unit::template left<C>(f, block, i * 16, j * Unit::DEPTH, index);
+      Unit::to_accumulators(s.fragment(i, j * (Unit::DEPTH / 8)), f);
     }
   }
 }

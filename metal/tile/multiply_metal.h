@@ -119,3 +119,15 @@ METAL_FUNC void multiply(
     }
   }
 }
+
+// A tile from a Block of its rows in threadgroup memory.
+template <typename T, int R, int C>
+METAL_FUNC void load_block(thread Tile<R, C>& s, const threadgroup T* block, ushort index) {
+  using From = Block<T, C>;
+  const Lane lane(index);
+#pragma unroll
+  for (short e = 0; e < s.SIZE; e += 2) {
+    const short col = s.col(e, lane);
+    load_pair(s[e], s[e + 1], block + From::at(s.row(e, lane), col / From::WIDTH) + col % From::WIDTH);
+  }
+}

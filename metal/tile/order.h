@@ -7,6 +7,11 @@ struct InOrder {
   METAL_FUNC static int row(int place) { return place; }
 };
 
+template <typename Order>
+METAL_FUNC constexpr bool is_in_order() { return false; }
+template <>
+METAL_FUNC constexpr bool is_in_order<InOrder>() { return true; }
+
 // Of each C rows, a lane's elements of a tile's row follow one another: the first of the four lanes has
 // the first C / 4, and so on. A scan along a row is then one inside of each lane, and one of four totals.
 template <int C>

@@ -62,7 +62,7 @@ struct Cols {
   }
   METAL_FUNC thread float& operator[](short i) { return x[i]; }
   METAL_FUNC float operator[](short i) const { return x[i]; }
-  METAL_FUNC short col(short i, Lane lane) const { return i / 2 * Fragment::COLS + i % 2 + lane.col; }
+  METAL_FUNC static short col(short i, Lane lane) { return i / 2 * Fragment::COLS + i % 2 + lane.col; }
 };
 
 // Down each column: s[r, c] = carry[c] + sum of s[r', c] over r' <= r (OWN: also the row's own, or r' < r).

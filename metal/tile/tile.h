@@ -24,7 +24,7 @@ struct Rows {
   METAL_FUNC thread float& operator[](short i) { return x[i]; }
   METAL_FUNC float operator[](short i) const { return x[i]; }
   // The row, in the tile, of the lane's value i.
-  METAL_FUNC short row(short i, Lane lane) const {
+  METAL_FUNC static short row(short i, Lane lane) {
     return i / Fragment::LANE_ROWS * Fragment::ROWS + i % Fragment::LANE_ROWS * 8 + lane.row;
   }
 };
