@@ -99,7 +99,12 @@ def _why_plain(q, k, v, scale, begins) -> str:
         return f"shapes {q.shape}, {k.shape} and {v.shape}"
     if not 0 < scale < math.inf:
         return f"scale {scale}"
-    if begins is not None and (begins.shape != (B,) or begins.dtype != mx.int32):
+    return why_not_begins(begins, B)
+
+
+def why_not_begins(begins: mx.array | None, rows: int) -> str:
+    """Why the kernels do not take first visible keys, int32 (B,) or None; "" if they do."""
+    if begins is not None and (begins.shape != (rows,) or begins.dtype != mx.int32):
         return f"begins of shape {begins.shape} and dtype {begins.dtype}"
     return ""
 
@@ -117,7 +122,7 @@ def _function(definition, settings) -> Callable:
 
     def forward(q, k, v, begins=None):
         launch = _prepare(settings, q.dtype, q.shape, k.shape[1:3])
-        return launch(q, k, v, _device_begins(begins, q.shape[0]))
+        return launch(q, k, v, device_begins(begins, q.shape[0]))
 
     return with_gradient_of(plain, forward)
 
@@ -155,8 +160,8 @@ def shared_bytes(blocks: Blocks, head_size: int, dtype: mx.Dtype) -> int:
     return block_bytes(rows, head_size, dtype) + _FLAGS * dtype.size
 
 
-def _device_begins(begins: mx.array | None, rows: int) -> mx.array:
-    """As many as the kernel's address space for them wants."""
+def device_begins(begins: mx.array | None, rows: int) -> mx.array:
+    """First visible keys (B,), or 0 for None, filled up as their address space wants: (B or 8,)."""
     if begins is None:
         return _zeros(max(rows, CONSTANT_BELOW))
     missing = CONSTANT_BELOW - rows

@@ -10,6 +10,7 @@ from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
 from .kernel import Kernel, Launch
 from .splits import SIMDGROUPS, share_keys
+from .stick_breaking import device_begins, why_not_begins
 
 DECODE = Kernel("stick_breaking/decode.metal")
 COMBINE = Kernel("stick_breaking/combine.metal")
@@ -23,6 +24,7 @@ def stick_breaking_decode(
     scale: float,
     attend_current: bool,
     plain: Callable,
+    begins: mx.array | None = None,
 ) -> tuple[mx.array, mx.array] | None:
     """One token of each row, by the kernels of ``metal/stick_breaking``, where they apply.
 
@@ -35,7 +37,10 @@ def stick_breaking_decode(
         v: (B, Hkv, N, D).
         scale: multiplies the logits.
         attend_current: whether the query's own key takes the first share.
-        plain: the same function of q, k and v in plain MLX, for the gradients.
+        plain: the same in plain MLX, for the gradients: a function of q, k, v and, where they are
+            given, begins.
+        begins: (B,), int32: the first visible key of each row, as left padding leaves it; None
+            where all are visible. Keys before it are not read, but for those in one block with it.
 
     Returns:
         The output (B, H, 1, D) in q's dtype and the remainder (B, H, 1) in float32, or None
@@ -44,26 +49,27 @@ def stick_breaking_decode(
     Raises:
         UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
     """
-    backend = choose_backend(DECODE, partial(_why_plain, q, k, v))
+    backend = choose_backend(DECODE, partial(_why_plain, q, k, v, begins))
     if backend is None:
         return None
 
-    def forward(q, k, v):
+    def forward(q, k, v, begins=None):
         shapes, end = (q.shape, k.shape[1:3]), k.shape[2] - (not attend_current)
         kernels = DECODE, COMBINE
         first, second = _prepare(kernels, backend, q.dtype, *shapes, end, float(scale))
-        out, remainder, *found = first(q, k, v, _zeros(max(q.shape[0], 8)))
+        out, remainder, *found = first(q, k, v, device_begins(begins, q.shape[0]))
         return [out, remainder] if second is None else second(*found)
 
-    return tuple(with_gradient_of(plain, forward)(q, k, v))
+    function = with_gradient_of(plain, forward)
+    return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
 
-def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
+def _why_plain(q: mx.array, k: mx.array, v: mx.array, begins: mx.array | None) -> str:
     """What the kernels cannot do of this call; "" if they can all."""
     reason = why_not_heads(q, k, v, HEAD_SIZES)
     if reason:
         return reason
-    return "" if q.shape[2] == 1 else f"{q.shape[2]} queries"
+    return why_not_begins(begins, q.shape[0]) if q.shape[2] == 1 else f"{q.shape[2]} queries"
 
 
 @lru_cache(maxsize=512)
@@ -95,8 +101,3 @@ def _prepare(
         numbers=[mx.array([splits], mx.int32)],
     )
     return first, second if split else None
-
-
-@lru_cache(maxsize=64)
-def _zeros(count: int) -> mx.array:
-    return mx.zeros((count,), mx.int32)
