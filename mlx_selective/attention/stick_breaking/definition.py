@@ -22,6 +22,7 @@ def stick_breaking_attention(
     attend_current: bool = False,
     mask: mx.array | None = None,
     segment_ids: mx.array | None = None,
+    begins: mx.array | None = None,
     block_size: int = QUERY_BLOCK,
 ) -> tuple[mx.array, mx.array]:
     """Attention in which each query breaks a stick, from the newest key backwards.
@@ -47,6 +48,9 @@ def stick_breaking_attention(
             then breaks nothing off the stick. Causality holds in any case.
         segment_ids: (B, N) or (N,) integers, for documents packed into one sequence: runs of
             equal ids. A stick ends at the border of its document.
+        begins: (B,) integers, the first key of each row that is not left padding; it may lie
+            beyond the keys, in a row that is all padding so far. Kernels take it, as they do not
+            take masks. A query that is padding itself has output 0 and remainder 1.
         block_size: queries per block, where no kernel runs.
 
     Returns:
@@ -60,8 +64,9 @@ def stick_breaking_attention(
         ValueError: if shapes do not belong together.
     """
     check_heads(q, k, v)
+    begins = _checked_begins(begins, q.shape[0])
     if mask is None and segment_ids is None:
-        results = _by_kernel(q, k, v, scale, attend_current)
+        results = _by_kernel(q, k, v, scale, attend_current, begins)
         if results is not None:
             return results
     return plain_stick_breaking(
@@ -72,24 +77,51 @@ def stick_breaking_attention(
         attend_current=attend_current,
         mask=mask,
         segment_ids=segment_ids,
+        begins=begins,
         block_size=block_size,
     )
 
 
-def _by_kernel(q, k, v, scale, attend_current):
-    """The output and the remainder, or None where no kernel applies."""
-    plain = {"scale": scale, "attend_current": attend_current}
-    if q.shape[2] == 1:
-        return stick_breaking_decode(
-            q, k, v, plain=lambda *arrays: list(plain_stick_breaking(*arrays, **plain)), **plain
+def _checked_begins(begins, rows):
+    """In int32, as kernels read them."""
+    if begins is None:
+        return None
+    if begins.shape != (rows,) or not mx.issubdtype(begins.dtype, mx.integer):
+        raise ValueError(
+            f"begins must be integers, one for each of {rows} rows; "
+            f"got {begins.shape} {begins.dtype}."
         )
-    return stick_breaking(q, k, v, definition=plain_stick_breaking, **plain)
+    return begins.astype(mx.int32)
+
+
+def _by_kernel(q, k, v, scale, attend_current, begins):
+    """The output and the remainder, or None where no kernel applies."""
+    options = {"scale": scale, "attend_current": attend_current}
+    if q.shape[2] > 1:
+        return stick_breaking(q, k, v, definition=plain_stick_breaking, begins=begins, **options)
+
+    def plain(q, k, v, begins=None):
+        return list(plain_stick_breaking(q, k, v, begins=begins, **options))
+
+    return stick_breaking_decode(q, k, v, plain=plain, begins=begins, **options)
 
 
 def plain_stick_breaking(
-    q, k, v, *, scale, attend_current, mask=None, segment_ids=None, block_size=QUERY_BLOCK
+    q,
+    k,
+    v,
+    *,
+    scale,
+    attend_current,
+    mask=None,
+    segment_ids=None,
+    begins=None,
+    block_size=QUERY_BLOCK,
 ):
     """:func:`stick_breaking_attention` in plain MLX, whatever kernels there are."""
+    if begins is not None:
+        real = mx.arange(k.shape[2]) >= begins[:, None, None, None]
+        mask = real if mask is None else mask & real
     visibility = Visibility(
         q.shape[0],
         q.shape[2],
