@@ -72,10 +72,8 @@ class StickBreakingCall(LayerCall):
             keys, values = mx.dequantize(*keys, **kinds), mx.dequantize(*values, **kinds)
         remainder_form, key_heads = self.method.remainder, keys.shape[1]
         tiled = self.method.grouping == "tiled"
-        # float32 comes back for float32, so nothing is rounded before a remainder is in.
-        q = queries if remainder_form == "none" else queries.astype(mx.float32)
         output, remainder = stick_breaking_attention(
-            untile_heads(q, key_heads) if tiled else q,
+            untile_heads(queries, key_heads) if tiled else queries,
             keys,
             values,
             scale=scale,
@@ -83,6 +81,8 @@ class StickBreakingCall(LayerCall):
             # Not an array: plain causality, which the method sees to itself.
             mask=self.mask if isinstance(self.mask, mx.array) else None,
             begins=self.begins,
+            # Nothing is rounded before a remainder is in.
+            output_dtype=None if remainder_form == "none" else mx.float32,
         )
         if remainder_form == "value":
             output = output + value_remainder(remainder, values[:, :, -queries.shape[2] :])
