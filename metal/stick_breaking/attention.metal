@@ -78,11 +78,11 @@ METAL_FUNC void break_off(
 }
 
 // q (B, H, T, D), k and v (B, H / group, N, D), of any strides; begins (B or more): each row's first key
-// that is visible; sizes {T, N, H, group}; scale {scale > 0}; out (B, H, T, D) and remainder (B, H, T),
-// row-contiguous. The queries are the last T of N positions. OWN: a query's own key takes the first share.
+// that is visible; sizes {T, N, H, group}; scale {scale > 0}; out (B, H, T, D), rounded to O, and remainder
+// (B, H, T), row-contiguous. The queries are the last T of N positions. OWN: a query's own key takes the first share.
 // Grid: W, ceil(T / BQ), B H / W threadgroups of BQ / R simdgroups: W heads at a time, whose keys and
 // values stay in the cache.
-template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED, bool OWN, bool PRODUCT>
+template <typename T, typename O, int D, int BQ, int BK, int R, int PAIRS, bool STAGED, bool OWN, bool PRODUCT>
 [[kernel]] void stick_breaking_attention(
     const device T* q [[buffer(0)]],
     const constant int64_t* q_strides [[buffer(1)]],
@@ -93,7 +93,7 @@ template <typename T, int D, int BQ, int BK, int R, int PAIRS, bool STAGED, bool
     const device int* begins [[buffer(6)]],
     const constant int* sizes [[buffer(7)]],
     const constant float* scale [[buffer(8)]],
-    device T* out [[buffer(9)]],
+    device O* out [[buffer(9)]],
     device float* remainder [[buffer(10)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint3 threadgroups_per_grid [[threadgroups_per_grid]],

@@ -2,13 +2,13 @@
 #include "sticks.h"
 
 // sums (B, H, splits, D), lefts (B, H, splits) as decode.metal writes them; sizes {splits};
-// out (B, H, D), remainder (B, H). Grid: B H threadgroups of 128.
-template <typename T, int D>
+// out (B, H, D), rounded to O, remainder (B, H). Grid: B H threadgroups of 128.
+template <typename O, int D>
 [[kernel]] void stick_breaking_combine(
     const device float* sums [[buffer(0)]],
     const device float* lefts [[buffer(1)]],
     const constant int* sizes [[buffer(2)]],
-    device T* out [[buffer(3)]],
+    device O* out [[buffer(3)]],
     device float* remainder [[buffer(4)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]]) {
@@ -17,7 +17,7 @@ template <typename T, int D>
   if (index < D) {
     float rest;
     out[row * D + index] =
-        T(join_sticks(lefts + row * splits, sums + row * splits * D + index, D, splits, rest));
+        O(join_sticks(lefts + row * splits, sums + row * splits * D + index, D, splits, rest));
     if (index == 0) {
       remainder[row] = metal::fast::exp2(rest);
     }

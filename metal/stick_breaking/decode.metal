@@ -7,11 +7,11 @@
 
 // q (B, H, D); k and v (B, Hkv, N, D), any strides; begins (B or more): each row's first key that is visible;
 // sizes {N, H, Hkv, splits, keys of a split, end}: keys from `end` on are not seen; scale {scale}.
-//   out (B, H, D), remainder (B, H)
+//   out (B, H, D), rounded to O, remainder (B, H)
 // SPLIT: instead, for stick_breaking/combine.metal, sums (B, H, splits, D) and lefts (B, H, splits), log2 of what
 // each split leaves
 // Grid: splits, H / HEADS, B threadgroups of SIMDGROUPS simdgroups; HEADS share a head of keys.
-template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
+template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
 [[kernel]] void stick_breaking_decode(
     const device T* q [[buffer(0)]],
     const device T* k [[buffer(1)]],
@@ -21,7 +21,7 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
     const device int* begins [[buffer(5)]],
     const constant int* sizes [[buffer(6)]],
     const constant float* scale [[buffer(7)]],
-    device T* out [[buffer(8)]],
+    device O* out [[buffer(8)]],
     device float* remainder [[buffer(9)]],
     device float* sums [[buffer(10)]],
     device float* lefts [[buffer(11)]],
@@ -85,7 +85,7 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
     if constexpr (SPLIT) {
       sums[at * D + d] = sum;
     } else {
-      out[at * D + d] = T(sum);
+      out[at * D + d] = O(sum);
     }
     if (d == 0) {
       if constexpr (SPLIT) {

@@ -59,7 +59,7 @@ class LayerCall:
 
     Attributes:
         offset: position of the first of these tokens, an int, or (B,) where rows differ.
-        mask: what the cache's ``make_mask`` gave, "causal", or None.
+        mask: what :meth:`make_mask` gave.
     """
 
     def __init__(self, method: "AttentionMethod", attention: nn.Module, x: mx.array, cache: Any):
@@ -67,9 +67,13 @@ class LayerCall:
         self.attention = attention
         self.cache = cache
         self.offset = 0 if cache is None else cache.offset
-        # The layer's own mask: the one the model built belongs to another layer's cache, and
+        self.mask = self.make_mask(x)
+
+    def make_mask(self, x: mx.array) -> mx.array | str | None:
+        """What the tokens x (B, T, C) see: the cache's bool mask, "causal", or None for all."""
+        # The layer's own: the mask that the model built belongs to another layer's cache, and
         # layers may keep different numbers of keys.
-        self.mask = create_attention_mask(x, cache)
+        return create_attention_mask(x, self.cache)
 
     def rotate(self, rope: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         """Queries or keys (B, H, T, D) turned by their position: ``rope(x, offset=...)``."""

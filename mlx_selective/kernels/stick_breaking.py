@@ -42,6 +42,7 @@ def stick_breaking(
     definition: Callable,
     attend_current: bool = False,
     begins: mx.array | None = None,
+    output_dtype: mx.Dtype | None = None,
     product_form: bool = True,
     blocks: Blocks | None = None,
 ) -> tuple[mx.array, mx.array] | None:
@@ -59,15 +60,16 @@ def stick_breaking(
         v: (B, Hkv, N, D).
         scale: multiplies the logits, > 0.
         definition: the same in plain MLX, for the gradients:
-            ``definition(q, k, v, scale=, attend_current=, mask=)``.
+            ``definition(q, k, v, scale=, attend_current=, mask=, output_dtype=)``.
         attend_current: whether a query's own key takes the first share.
         begins: (B,), int32: the first visible key of each row, as left padding leaves it; None
             where all are visible. Keys before it are not read, but for those in one block with it.
+        output_dtype: float32, float16 or bfloat16; None for q's.
         product_form: products of 1 - beta; or else sums of their logarithms, slower.
         blocks: other block sizes than the backend's, to measure them.
 
     Returns:
-        The output (B, H, T, D) in q's dtype and the remainder (B, H, T) in float32; None where
+        The output (B, H, T, D) and the remainder (B, H, T) in float32; None where
         plain MLX has to compute them. Sums are float32. Queries that stand together stop when
         at most 2^-29 is left of each stick, which changes an output by at most 2^-29 times the
         largest \\|v\\| and a remainder by at most 2^-29; so does the bound of 30 log(2) on logits
@@ -80,7 +82,8 @@ def stick_breaking(
     if backend is None:
         return None
     blocks = blocks or BLOCKS[backend, q.dtype.size][q.shape[-1]]
-    settings = (KERNEL, backend, float(scale), attend_current, product_form, blocks)
+    dtypes = q.dtype, output_dtype or q.dtype
+    settings = (KERNEL, backend, float(scale), attend_current, product_form, blocks, dtypes)
     function = _function(definition, settings)
     return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
@@ -99,7 +102,12 @@ def _why_plain(q, k, v, scale, begins) -> str:
         return f"shapes {q.shape}, {k.shape} and {v.shape}"
     if not 0 < scale < math.inf:
         return f"scale {scale}"
-    if begins is not None and (begins.shape != (B,) or begins.dtype != mx.int32):
+    return why_not_begins(begins, B)
+
+
+def why_not_begins(begins: mx.array | None, rows: int) -> str:
+    """Why the kernels do not take first visible keys, int32 (B,) or None; "" if they do."""
+    if begins is not None and (begins.shape != (rows,) or begins.dtype != mx.int32):
         return f"begins of shape {begins.shape} and dtype {begins.dtype}"
     return ""
 
@@ -107,30 +115,32 @@ def _why_plain(q, k, v, scale, begins) -> str:
 @lru_cache(maxsize=32)
 def _function(definition, settings) -> Callable:
     """Of q, k, v and perhaps begins, with derivatives."""
-    _, _, scale, attend_current, *_ = settings
+    _, _, scale, attend_current, *_, (_, output_dtype) = settings
+    options = {"scale": scale, "attend_current": attend_current, "output_dtype": output_dtype}
 
     def plain(q, k, v, begins=None):
         mask = None
         if begins is not None:
             mask = mx.arange(k.shape[2]) >= begins[:, None, None, None]
-        return list(definition(q, k, v, scale=scale, attend_current=attend_current, mask=mask))
+        return list(definition(q, k, v, mask=mask, **options))
 
     def forward(q, k, v, begins=None):
-        launch = _prepare(settings, q.dtype, q.shape, k.shape[1:3])
-        return launch(q, k, v, _device_begins(begins, q.shape[0]))
+        launch = _prepare(settings, q.shape, k.shape[1:3])
+        return launch(q, k, v, device_begins(begins, q.shape[0]))
 
     return with_gradient_of(plain, forward)
 
 
 @lru_cache(maxsize=512)
-def _prepare(settings, dtype, shape, keys_shape) -> Launch:
-    kernel, _, scale, attend_current, product_form, blocks = settings
+def _prepare(settings, shape, keys_shape) -> Launch:
+    kernel, _, scale, attend_current, product_form, blocks, (dtype, output_dtype) = settings
     (B, H, T, D), (heads, N) = shape, keys_shape
     threads = blocks.queries // blocks.rows * 32
     wide = heads_together(B * H, 2 * N * D * dtype.size * heads // H)
     return kernel.prepare(
         template={
             "T": dtype,
+            "O": output_dtype,
             "D": D,
             "BQ": blocks.queries,
             "BK": blocks.keys,
@@ -143,7 +153,7 @@ def _prepare(settings, dtype, shape, keys_shape) -> Launch:
         grid=(wide * threads, math.ceil(T / blocks.queries), B * H // wide),
         threadgroup=(threads, 1, 1),
         output_shapes=[shape, (B, H, T)],
-        output_dtypes=[dtype, mx.float32],
+        output_dtypes=[output_dtype, mx.float32],
         shared_memory=shared_bytes(blocks, D, dtype),
         numbers=[mx.array([T, N, H, H // heads], mx.int32), mx.array([scale], mx.float32)],
     )
@@ -155,8 +165,8 @@ def shared_bytes(blocks: Blocks, head_size: int, dtype: mx.Dtype) -> int:
     return block_bytes(rows, head_size, dtype) + _FLAGS * dtype.size
 
 
-def _device_begins(begins: mx.array | None, rows: int) -> mx.array:
-    """As many as the kernel's address space for them wants."""
+def device_begins(begins: mx.array | None, rows: int) -> mx.array:
+    """First visible keys (B,), or 0 for None, filled up as their address space wants: (B or 8,)."""
     if begins is None:
         return _zeros(max(rows, CONSTANT_BELOW))
     missing = CONSTANT_BELOW - rows

@@ -10,6 +10,7 @@ from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
 from .kernel import Kernel, Launch
 from .splits import SIMDGROUPS, share_keys
+from .stick_breaking import device_begins, why_not_begins
 
 DECODE = Kernel("stick_breaking/decode.metal")
 COMBINE = Kernel("stick_breaking/combine.metal")
@@ -23,6 +24,8 @@ def stick_breaking_decode(
     scale: float,
     attend_current: bool,
     plain: Callable,
+    begins: mx.array | None = None,
+    output_dtype: mx.Dtype | None = None,
 ) -> tuple[mx.array, mx.array] | None:
     """One token of each row, by the kernels of ``metal/stick_breaking``, where they apply.
 
@@ -35,68 +38,71 @@ def stick_breaking_decode(
         v: (B, Hkv, N, D).
         scale: multiplies the logits.
         attend_current: whether the query's own key takes the first share.
-        plain: the same function of q, k and v in plain MLX, for the gradients.
+        plain: the same in plain MLX, for the gradients: a function of q, k, v and, where they are
+            given, begins.
+        begins: (B,), int32: the first visible key of each row, as left padding leaves it; None
+            where all are visible. Keys before it are not read, but for those in one block with it.
+        output_dtype: float32, float16 or bfloat16; None for q's.
 
     Returns:
-        The output (B, H, 1, D) in q's dtype and the remainder (B, H, 1) in float32, or None
-        where plain MLX has to compute them.
+        The output (B, H, 1, D) and the remainder (B, H, 1) in float32, or None where plain MLX
+        has to compute them.
 
     Raises:
         UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
     """
-    backend = choose_backend(DECODE, partial(_why_plain, q, k, v))
+    backend = choose_backend(DECODE, partial(_why_plain, q, k, v, begins))
     if backend is None:
         return None
 
-    def forward(q, k, v):
+    def forward(q, k, v, begins=None):
         shapes, end = (q.shape, k.shape[1:3]), k.shape[2] - (not attend_current)
-        kernels = DECODE, COMBINE
-        first, second = _prepare(kernels, backend, q.dtype, *shapes, end, float(scale))
-        out, remainder, *found = first(q, k, v, _zeros(max(q.shape[0], 8)))
+        kernels, dtypes = (DECODE, COMBINE), (q.dtype, output_dtype or q.dtype)
+        first, second = _prepare(kernels, backend, dtypes, *shapes, end, float(scale))
+        out, remainder, *found = first(q, k, v, device_begins(begins, q.shape[0]))
         return [out, remainder] if second is None else second(*found)
 
-    return tuple(with_gradient_of(plain, forward)(q, k, v))
+    function = with_gradient_of(plain, forward)
+    return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
 
-def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
+def _why_plain(q: mx.array, k: mx.array, v: mx.array, begins: mx.array | None) -> str:
     """What the kernels cannot do of this call; "" if they can all."""
     reason = why_not_heads(q, k, v, HEAD_SIZES)
     if reason:
         return reason
-    return "" if q.shape[2] == 1 else f"{q.shape[2]} queries"
+    return why_not_begins(begins, q.shape[0]) if q.shape[2] == 1 else f"{q.shape[2]} queries"
 
 
 @lru_cache(maxsize=512)
 def _prepare(
-    kernels, backend, dtype, shape, keys_shape, end, scale
+    kernels, backend, dtypes, shape, keys_shape, end, scale
 ) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
-    (B, H, _, D), (Hkv, N) = shape, keys_shape
+    (B, H, _, D), (Hkv, N), (dtype, output_dtype) = shape, keys_shape, dtypes
     heads, keys, splits = share_keys(H // Hkv, N, D)
     split = splits > 1
     whole, nothing = [shape, (B, H, 1)], [(1,), (1,)]
     parts = [(B * H * splits * D,), (max(B * H * splits, 8),)]
     sizes = (N, H, Hkv, splits, keys, end)
     first = kernels[0].prepare(
-        template={"T": dtype, "D": D, "HEADS": heads, "SIMDGROUPS": SIMDGROUPS, "SPLIT": split},
+        template={
+            **{"T": dtype, "O": output_dtype, "D": D},
+            **{"HEADS": heads, "SIMDGROUPS": SIMDGROUPS, "SPLIT": split},
+        },
         grid=(splits * SIMDGROUPS * 32, H // heads, B),
         threadgroup=(SIMDGROUPS * 32, 1, 1),
         output_shapes=[*nothing, *parts] if split else [*whole, *nothing],
-        output_dtypes=[dtype, *[mx.float32] * 3],
+        output_dtypes=[output_dtype, *[mx.float32] * 3],
         shared_memory=4 * SIMDGROUPS * heads * (D + 1),
         numbers=[mx.array(sizes, mx.int32), mx.array([scale], mx.float32)],
     )
     second = kernels[1].prepare(
-        template={"T": dtype, "D": D},
+        template={"O": output_dtype, "D": D},
         grid=(B * H * 128, 1, 1),
         threadgroup=(128, 1, 1),
         output_shapes=whole,
-        output_dtypes=[dtype, mx.float32],
+        output_dtypes=[output_dtype, mx.float32],
         numbers=[mx.array([splits], mx.int32)],
     )
     return first, second if split else None
-
-
-@lru_cache(maxsize=64)
-def _zeros(count: int) -> mx.array:
-    return mx.zeros((count,), mx.int32)

@@ -30,7 +30,7 @@ def as_mlx_writes(parameter: str, T: str) -> str:
     """A parameter of a file with MLX's names of types."""
     if "buffer" not in parameter or re.search(r"_(shape|strides|ndim) \[", parameter):
         return parameter
-    known = {**MLX_TYPES, "T": T, "M": T}
+    known = {**MLX_TYPES, "T": T, "O": T, "M": T}
     return re.sub(r"\w+(?=\*)", lambda match: known.get(match[0], match[0]), parameter)
 
 

@@ -6,6 +6,7 @@ becomes of the remainder: github.com/IBM/dolomite-engine, models/stickbreaking/a
 
 import mlx.core as mx
 
+from ...kernels.choice import FLOATS
 from ...kernels.stick_breaking import stick_breaking
 from ...kernels.stick_breaking_decode import stick_breaking_decode
 from ..blocks import QUERY_BLOCK, scan_queries
@@ -22,6 +23,8 @@ def stick_breaking_attention(
     attend_current: bool = False,
     mask: mx.array | None = None,
     segment_ids: mx.array | None = None,
+    begins: mx.array | None = None,
+    output_dtype: mx.Dtype | None = None,
     block_size: int = QUERY_BLOCK,
 ) -> tuple[mx.array, mx.array]:
     """Attention in which each query breaks a stick, from the newest key backwards.
@@ -47,21 +50,29 @@ def stick_breaking_attention(
             then breaks nothing off the stick. Causality holds in any case.
         segment_ids: (B, N) or (N,) integers, for documents packed into one sequence: runs of
             equal ids. A stick ends at the border of its document.
+        begins: (B,) integers, the first key of each row that is not left padding; it may lie
+            beyond the keys, in a row that is all padding so far. Kernels take it, as they do not
+            take masks. A query that is padding itself has output 0 and remainder 1.
+        output_dtype: float32, float16 or bfloat16; q's if None. float32 for an output to which
+            more is added before it is rounded.
         block_size: queries per block, where no kernel runs.
 
     Returns:
-        The output (B, H, T, Dv) in q's dtype and the remainder (B, H, T) in float32.
+        The output (B, H, T, Dv) and the remainder (B, H, T) in float32.
 
     Accumulation is in float32, in log space. Peak memory beside inputs and outputs, with L = B *
     H * block_size * N * 4 bytes for the logits of one block: q, k and v in float32, and at most
     12 L forward, 32 L backward on the CPU (up to four times that on a GPU, which frees later).
 
     Raises:
-        ValueError: if shapes do not belong together.
+        ValueError: if shapes do not belong together, or a dtype is not as above.
     """
     check_heads(q, k, v)
+    begins = _checked_begins(begins, q.shape[0])
+    if output_dtype is not None and output_dtype not in FLOATS:
+        raise ValueError(f"output_dtype must be one of {FLOATS} or None, got {output_dtype}.")
     if mask is None and segment_ids is None:
-        results = _by_kernel(q, k, v, scale, attend_current)
+        results = _by_kernel(q, k, v, begins, scale, attend_current, output_dtype)
         if results is not None:
             return results
     return plain_stick_breaking(
@@ -72,24 +83,53 @@ def stick_breaking_attention(
         attend_current=attend_current,
         mask=mask,
         segment_ids=segment_ids,
+        begins=begins,
+        output_dtype=output_dtype,
         block_size=block_size,
     )
 
 
-def _by_kernel(q, k, v, scale, attend_current):
-    """The output and the remainder, or None where no kernel applies."""
-    plain = {"scale": scale, "attend_current": attend_current}
-    if q.shape[2] == 1:
-        return stick_breaking_decode(
-            q, k, v, plain=lambda *arrays: list(plain_stick_breaking(*arrays, **plain)), **plain
+def _checked_begins(begins, rows):
+    """In int32, as kernels read them."""
+    if begins is None:
+        return None
+    if begins.shape != (rows,) or not mx.issubdtype(begins.dtype, mx.integer):
+        raise ValueError(
+            f"begins must be integers, one for each of {rows} rows; "
+            f"got {begins.shape} {begins.dtype}."
         )
-    return stick_breaking(q, k, v, definition=plain_stick_breaking, **plain)
+    return begins.astype(mx.int32)
+
+
+def _by_kernel(q, k, v, begins, scale, attend_current, output_dtype):
+    """The output and the remainder, or None where no kernel applies."""
+    options = {"scale": scale, "attend_current": attend_current, "output_dtype": output_dtype}
+    if q.shape[2] > 1:
+        return stick_breaking(q, k, v, definition=plain_stick_breaking, begins=begins, **options)
+
+    def plain(q, k, v, begins=None):
+        return list(plain_stick_breaking(q, k, v, begins=begins, **options))
+
+    return stick_breaking_decode(q, k, v, plain=plain, begins=begins, **options)
 
 
 def plain_stick_breaking(
-    q, k, v, *, scale, attend_current, mask=None, segment_ids=None, block_size=QUERY_BLOCK
+    q,
+    k,
+    v,
+    *,
+    scale,
+    attend_current,
+    mask=None,
+    segment_ids=None,
+    begins=None,
+    output_dtype=None,
+    block_size=QUERY_BLOCK,
 ):
     """:func:`stick_breaking_attention` in plain MLX, whatever kernels there are."""
+    if begins is not None:
+        real = mx.arange(k.shape[2]) >= begins[:, None, None, None]
+        mask = real if mask is None else mask & real
     visibility = Visibility(
         q.shape[0],
         q.shape[2],
@@ -108,7 +148,7 @@ def plain_stick_breaking(
     # Every query breaks a fresh stick: a block hands nothing to the next.
     nothing = mx.zeros((1,))
     _, output, remainder = scan_queries(block, nothing, scaled, k, v, block_size=block_size)
-    return output.astype(q.dtype), remainder
+    return output.astype(output_dtype or q.dtype), remainder
 
 
 def _attend(q, k, v, visible):

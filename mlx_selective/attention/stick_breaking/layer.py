@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import BatchKVCache
 
 from ...errors import UserError
 from ..heads import tile_heads, untile_heads
@@ -40,7 +41,22 @@ class HeadNorm(nn.Module):
 
 
 class StickBreakingCall(LayerCall):
-    """Every query breaks a fresh stick, so the state is a plain KV cache."""
+    """Every query breaks a fresh stick, so the state is a plain KV cache.
+
+    Attributes:
+        begins: (B,), the first key of each row behind its left padding, where ``mask`` says
+            nothing of it; else None.
+    """
+
+    begins = None
+
+    def make_mask(self, x):
+        # Its mask hides later keys and left padding, no more (a subclass's may): right padding
+        # comes behind a row's tokens, and is left padding once the cache's finalize has run.
+        if type(self.cache) is BatchKVCache:
+            self.begins = self.cache.left_padding
+            return None
+        return super().make_mask(x)
 
     def rotate(self, rope, x, *args, **kwargs):
         return x  # stick-breaking has no position embedding
@@ -56,16 +72,17 @@ class StickBreakingCall(LayerCall):
             keys, values = mx.dequantize(*keys, **kinds), mx.dequantize(*values, **kinds)
         remainder_form, key_heads = self.method.remainder, keys.shape[1]
         tiled = self.method.grouping == "tiled"
-        # float32 comes back for float32, so nothing is rounded before a remainder is in.
-        q = queries if remainder_form == "none" else queries.astype(mx.float32)
         output, remainder = stick_breaking_attention(
-            untile_heads(q, key_heads) if tiled else q,
+            untile_heads(queries, key_heads) if tiled else queries,
             keys,
             values,
             scale=scale,
             attend_current=self.method.attend_current,
             # Not an array: plain causality, which the method sees to itself.
             mask=self.mask if isinstance(self.mask, mx.array) else None,
+            begins=self.begins,
+            # Nothing is rounded before a remainder is in.
+            output_dtype=None if remainder_form == "none" else mx.float32,
         )
         if remainder_form == "value":
             output = output + value_remainder(remainder, values[:, :, -queries.shape[2] :])
