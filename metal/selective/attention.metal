@@ -4,10 +4,10 @@
 #include "../tile/memory.h"
 #include "../tile/softmax.h"
 
-// q (B, H, T, D), k and v (B, H / group, N, D), mask (B, rows, P), out (B, H, rows, D), all row-contiguous;
-// formed: what the kernel that wrote the mask gave, so that MLX runs that first; sizes {T, N, group, H, P,
-// start, rows}: the chunk is the `rows` queries from `start` on, a multiple of BQ; scale {scale}.
-// STAGED: queries wait in threadgroup memory. P: a multiple of BK. With PAIRS == 2 there is also room for each
+// q (B, H, T, D), k and v (B, H / group, N, D), mask (B, rows, width) or more, out (B, H, rows, D), all row-contiguous;
+// formed: what the kernel that wrote the mask gave, so that MLX runs that first; sizes {T, N, group, H,
+// width, start, rows}: the chunk is the `rows` queries from `start` on, a multiple of BQ; scale {scale}.
+// STAGED: queries wait in threadgroup memory. width: a multiple of BK. With PAIRS == 2 there is also room for each
 // simdgroup's part of the mask, which it copies for itself as soon as it has read the part before.
 // Grid: W, ceil(rows / BQ), B H / W threadgroups of BQ / R simdgroups: W heads at a time, so that their keys
 // and values stay in the cache.

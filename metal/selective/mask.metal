@@ -7,16 +7,17 @@
 #include "../tile/reduce.h"
 #include "../tile/scan.h"
 
-// q (B, T, D) and k (B, N, D), head 0 alone; query_positions (B, TP) and key_positions (B, P), negative for
-// padding and beyond the last, P a multiple of 16; before (B, P), F of earlier queries; starts (B, TP / ALIGN, P),
-// what the blocks before each one have added; sizes {T, N, P, TP, start, rows}: the chunk is the `rows` queries
-// from `start` on, a multiple of ALIGN; numbers {scale, tau}.
-//   mask (B, rows, P)       -F / scale as query i sees key j, -inf where it does not see it. Not written
+// q (B, H, T, D) and k (B, Hkv, N, D), row-contiguous, of which head 0 is read; query_positions (B, TP) and
+// key_positions (B, P), negative for padding and beyond the last, TP and P whole blocks of ALIGN and BK;
+// before (B, P), F of earlier queries; through (B, TP / ALIGN, P), what the blocks up to each one add; sizes
+// {T, N, H, Hkv, start, rows, width}: the chunk is the `rows` queries from `start` on, a multiple of
+// ALIGN, which see nothing from key `width` on, a multiple of BK; numbers {scale, tau}.
+//   mask (B, rows, width) or more  -F / scale as query i sees key j, -inf where it does not see it. Not written
 //                           where it is not read.
-//   remaining (B, rows, P / 16)  sum over 16 keys of 1 - min(F, tau) / tau where the query sees them
-// AGAIN: the mask goes into `room`, (B, rows or more, P), an earlier chunk's mask, which is not needed once `read`,
-// that chunk's output, is there. The caller makes sure that nobody else looks at it.
-// Grid: ceil(P / KEYS), ceil(rows / ALIGN), B threadgroups of KEYS / 16 simdgroups. ALIGN, BK: the
+//   remaining (B, rows, width / 16)  sum over 16 keys of 1 - min(F, tau) / tau where the query sees them
+// AGAIN: the mask goes into `room`, an earlier chunk's mask, which is not needed once `read`, that chunk's
+// output, is there. The caller makes sure that nobody else looks at it.
+// Grid: ceil(width / KEYS), ceil(rows / ALIGN), B threadgroups of KEYS / 16 simdgroups. ALIGN, BK: the
 // blocks of queries, a multiple of R, and of keys in which the mask is read.
 template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, bool REMAINING, bool AGAIN>
 [[kernel]] void selective_mask(
@@ -25,7 +26,7 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
     const device int* query_positions [[buffer(2)]],
     const device int* key_positions [[buffer(3)]],
     const device float* before [[buffer(4)]],
-    const device float* starts [[buffer(5)]],
+    const device float* through [[buffer(5)]],
     const device M* room [[buffer(6)]],
     const device T* read [[buffer(7)]],
     const constant int* sizes [[buffer(8)]],
@@ -42,20 +43,22 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
 
   const ushort index = thread_index_in_threadgroup, in_simdgroup = thread_index_in_simdgroup;
   const Lane lane(in_simdgroup);
-  const int queries = sizes[0], keys = sizes[1], pitch = sizes[2], rows = sizes[5];
+  const int queries = sizes[0], keys = sizes[1], rows = sizes[5], width = sizes[6];
+  const int blocks = (queries + ALIGN - 1) / ALIGN, pitch = (keys + BK - 1) / BK * BK;
   const float scale = numbers[0], inverse_scale = 1 / scale, inverse_tau = 1 / numbers[1];
   const long b = threadgroup_position_in_grid.z;
   const int from = threadgroup_position_in_grid.y * ALIGN, to = metal::min(rows, from + ALIGN);
   const int first = threadgroup_position_in_grid.x * KEYS; // the threadgroup's first key
   const int mine = first + simdgroup_index_in_threadgroup * C;
-  const bool inside = mine < pitch;
+  const bool inside = mine < width;
   // Queries stand behind all keys but their own: no block of keys begins behind them and is read.
   if (first / BK * BK >= keys - queries + sizes[4] + to) {
     return;
   }
-  const device T* query = q + (b * queries + sizes[4]) * D;
-  const device int* own = query_positions + b * sizes[3] + sizes[4];
-  const device float* start = starts + (b * (sizes[3] / ALIGN) + (sizes[4] + from) / ALIGN) * pitch;
+  const device T* query = q + (b * sizes[2] * queries + sizes[4]) * D;
+  const device int* own = query_positions + b * blocks * ALIGN + sizes[4];
+  const int earlier = (sizes[4] + from) / ALIGN; // blocks of queries
+  const device float* added = through + (b * blocks + earlier - 1) * pitch;
   device M* const out = AGAIN ? (device M*)(room) : mask;
 
   Cols<C> F;
@@ -63,10 +66,11 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
 #pragma unroll
   for (short i = 0; i < F.SIZE; i++) {
     const int at = mine + F.col(i, lane);
-    F[i] = inside ? before[b * pitch + at] + start[at] : 0.0f;
+    F[i] = inside ? before[b * pitch + at] : 0.0f;
+    F[i] += inside && earlier > 0 ? added[at] : 0.0f;
     key[i] = inside ? key_positions[b * pitch + at] : -1;
   }
-  copy_block<KEYS, D, THREADS>(ks, k + (b * keys + first) * D, D, keys - first, index);
+  copy_block<KEYS, D, THREADS>(ks, k + (b * sizes[3] * keys + first) * D, D, keys - first, index);
 
   for (int top = from; top < to; top += R) {
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -103,14 +107,14 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
       needed[s.row_index(e)] += visible ? 1 - metal::min(s[e] * inverse_tau, 1.0f) : 0.0f;
       s[e] = visible ? -s[e] * inverse_scale : -INFINITY;
     }
-    store(s, out + (b * rows + top) * pitch + mine, pitch, rows - top, in_simdgroup);
+    store(s, out + (b * rows + top) * width + mine, width, rows - top, in_simdgroup);
     if constexpr (REMAINING) {
       combine_lanes<Sum>(needed);
 #pragma unroll
       for (short i = 0; i < needed.SIZE; i++) {
         const int row = top + needed.row(i, lane);
         if (lane.col == 0 && row < rows) {
-          remaining[(b * rows + row) * (pitch / C) + mine / C] = needed[i];
+          remaining[(b * rows + row) * (width / C) + mine / C] = needed[i];
         }
       }
     }

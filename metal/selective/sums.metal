@@ -5,10 +5,11 @@
 #include "../tile/multiply.h"
 #include "../tile/scan.h"
 
-// q (B, T, D) and k (B, N, D), head 0 alone; query_positions (B, TP) and key_positions (B, P), negative for
-// padding and beyond the last; TP and P multiples of ALIGN and R; sizes {T, N, P, TP}; scale {scale};
-// sums (B, TP / ALIGN, P). Grid: ceil(P / KEYS), TP / ALIGN, B threadgroups of KEYS / R simdgroups.
-template <typename T, int D, int KEYS, int R, int ALIGN>
+// q (B, H, T, D) and k (B, Hkv, N, D), row-contiguous, of which head 0 is read; query_positions (B, TP) and
+// key_positions (B, P), negative for padding and beyond the last, TP and P whole blocks of ALIGN and BK;
+// sizes {T, N, H, Hkv}; scale {scale}; sums (B, TP / ALIGN, P).
+// Grid: ceil(P / KEYS), TP / ALIGN, B threadgroups of KEYS / R simdgroups.
+template <typename T, int D, int KEYS, int R, int ALIGN, int BK>
 [[kernel]] void selective_sums(
     const device T* q [[buffer(0)]],
     const device T* k [[buffer(1)]],
@@ -27,20 +28,21 @@ template <typename T, int D, int KEYS, int R, int ALIGN>
 
   const ushort in_simdgroup = thread_index_in_simdgroup;
   const Lane lane(in_simdgroup);
-  const int queries = sizes[0], keys = sizes[1], pitch = sizes[2];
+  const int queries = sizes[0], keys = sizes[1], pitch = (keys + BK - 1) / BK * BK;
+  const int tall = threadgroups_per_grid.y * ALIGN;
   const long b = threadgroup_position_in_grid.z;
   const int start = threadgroup_position_in_grid.y * ALIGN; // the block's first query
   const int first = threadgroup_position_in_grid.x * KEYS;
   const int mine = first + simdgroup_index_in_threadgroup * R;
-  const device int* own = query_positions + b * sizes[3] + start;
+  const device int* own = query_positions + b * tall + start;
 
   Rows<R> total(0);
   // Queries stand behind all keys but their own.
   if (first < keys - queries + start + ALIGN) {
     copy_block<ALIGN, D, THREADS>(
-        memory, q + (b * queries + start) * D, D, queries - start, thread_index_in_threadgroup);
+        memory, q + (b * sizes[2] * queries + start) * D, D, queries - start, thread_index_in_threadgroup);
     Operand<T, R, D> held;
-    held.load(k + (b * keys + mine) * D, D, keys - mine, in_simdgroup);
+    held.load(k + (b * sizes[3] * keys + mine) * D, D, keys - mine, in_simdgroup);
     int key[Rows<R>::SIZE];
 #pragma unroll
     for (short i = 0; i < total.SIZE; i++) {

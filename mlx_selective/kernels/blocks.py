@@ -29,6 +29,11 @@ HEAD_SIZES = (64, 80, 96, 128)
 METAL = dict.fromkeys((64, 80, 96), Blocks(32, 32, 8, 1)) | {128: Blocks(32, 16, 8, 1)}
 
 
+def whole(number: int, block: int) -> int:
+    """The number in whole blocks, rounded up."""
+    return -(-number // block) * block
+
+
 def heads_together(heads: int, each: int) -> int:
     """How many heads to work at side by side, so that their keys and values stay in the cache.
 

@@ -5,10 +5,11 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
+from .blocks import HEAD_SIZES, METAL, Blocks, heads_together, whole
 from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
 from .kernel import Kernel, Launch
+from .selective_chunks import cut_queries, share_queries
 from .selective_mask import Masks
 from .threadgroup_memory import block_bytes
 
@@ -30,11 +31,6 @@ BLOCKS = {
     ("cuda", 4): dict.fromkeys((64, 80), Blocks(128, 32, 32, 2, True))
     | dict.fromkeys((96, 128), Blocks(128, 32, 32, 1, True)),
 }
-#: A mask of all queries takes at most this share of the bytes of queries, keys, values and output;
-#: beyond that they come in chunks, of which two have a mask of at most MASK_SHARE / 4.
-MASK_SHARE = 1 / 2
-#: as many threadgroups a chunk should have, whatever its mask takes: about two for each core
-THREADGROUPS = 256
 
 
 def selective(
@@ -71,7 +67,7 @@ def selective(
             [output, F] and, with ``remaining``, that too.
         remaining: whether to sum up 1 - min(F, 1) over the keys that each query sees (the
             memory that the paper's loss counts, tau = 1).
-        chunk: queries of a chunk, a multiple of the blocks' queries; None for what fits.
+        chunk: queries of a chunk, in whole blocks; None for what fits.
 
     Returns:
         [output (B, H, T, D) in q's dtype, F (B, N) float32 after the queries, and, with
@@ -106,47 +102,48 @@ def _why_plain(q: mx.array, k: mx.array, v: mx.array, scale: float) -> str:
 
 def _launch(q, k, v, F, positions, scale, backend, blocks, remaining, chunk) -> list[mx.array]:
     """Chunk by chunk: [output, F, remaining]."""
-    (B, _, T, _), N = q.shape, k.shape[2]
-    pitch, tall = _up(N, blocks.keys), _up(T, blocks.queries)
-    mask_dtype = mx.float32 if q.dtype == mx.float32 else mx.float16
+    (B, H, T, _), N = q.shape, k.shape[2]
+    dtype = mx.float32 if q.dtype == mx.float32 else mx.float16
+    q, k, v = (mx.contiguous(array) for array in (q, k, v))
+    if chunk is None:
+        room, chunks = share_queries(B, H, T, N, q.nbytes + k.nbytes, dtype.size, blocks)
+    else:
+        room, chunks = cut_queries(B, T, N, whole(chunk, blocks.queries), blocks)
     masks = Masks(
-        *(mx.contiguous(array[:, 0]) for array in (q, k)),
-        _padded(F, pitch, 0),
-        _padded(positions[0], tall, -1),
-        _padded(positions[1], pitch, -1),
+        *(q, k),
+        _padded(F, whole(N, blocks.keys), 0),
+        _padded(positions[0], whole(T, blocks.queries), -1),
+        _padded(positions[1], whole(N, blocks.keys), -1),
         scale=scale,
         backend=backend,
-        dtype=mask_dtype,
+        dtype=dtype,
         align=blocks.queries,
         keys=blocks.keys,
         remaining=remaining,
+        room=room,
     )
-    if chunk is None:
-        chunk = _chunk(q, k, B * pitch * mask_dtype.size, blocks.queries)
-    q, k, v = (mx.contiguous(array) for array in (q, k, v))
-    outputs, needed, settings = [], [], (scale, blocks)
-    for start in range(0, T, chunk):
-        rows = min(chunk, T - start)
-        mask, formed, part = masks.form(start, rows)
-        shapes = q.shape, k.shape[1:3], pitch
-        launch = _prepare(ATTENTION, backend, q.dtype, mask_dtype, shapes, start, rows, *settings)
-        outputs += launch(q, k, v, mask, formed)
+    outputs, needed, settings = [], [], (q.shape, k.shape[1:3], backend, scale, blocks)
+    for part in chunks:
+        mask, formed, sums = masks.form(*part)
+        outputs += _prepare(ATTENTION, q.dtype, dtype, part, *settings)(q, k, v, mask, formed)
         masks.used_for(outputs[-1])
-        needed.append(part)
-    together = mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]
-    results = [together, masks.after[:, :N]]
-    if remaining:
-        results.append(_sum_remaining(mx.concatenate(needed, axis=1), N, T))
-    return results
+        if remaining:
+            needed.append(_sum_remaining(sums, N - T + part[0]))
+    results = [outputs, [masks.after()[:, :N]], *([needed] if remaining else [])]
+    axes = (2, 1, 1)
+    return [
+        mx.concatenate(one, axis=axis) if len(one) > 1 else one[0]
+        for one, axis in zip(results, axes, strict=False)
+    ]
 
 
 @lru_cache(maxsize=512)
-def _prepare(kernel, backend, dtype, mask_dtype, shapes, start, rows, scale, blocks) -> Launch:
+def _prepare(kernel, dtype, mask_dtype, part, shape, keys_shape, backend, scale, blocks) -> Launch:
     """The launch for a chunk's output (B, H, rows, D)."""
-    (B, H, T, D), (heads, N), pitch = shapes
+    (B, H, T, D), (heads, N), (start, rows, width) = shape, keys_shape, part
     threads = blocks.queries // blocks.rows * 32
     wide = heads_together(B * H, 2 * N * D * dtype.size * heads // H)
-    sizes = (T, N, H // heads, H, pitch, start, rows)
+    sizes = (T, N, H // heads, H, width, start, rows)
     return kernel.prepare(
         template={
             "T": dtype,
@@ -174,28 +171,19 @@ def shared_bytes(blocks: Blocks, head_size: int, dtype: mx.Dtype) -> int:
     return block_bytes(rows, head_size, dtype) + mask
 
 
-def _sum_remaining(parts: mx.array, keys: int, queries: int) -> mx.array:
-    """(B, T): sums over a query's keys; the kernel leaves out those that come after it."""
+def _sum_remaining(parts: mx.array, earlier: int) -> mx.array:
+    """(B, rows): sums over a query's keys; the kernel leaves out those that come after it.
+
+    Args:
+        parts: (B, rows, width / 16), of queries that come after ``earlier`` keys.
+        earlier: keys before the first query's own.
+    """
     first = 16 * mx.arange(parts.shape[2])
-    last = keys - queries + mx.arange(parts.shape[1])[:, None]
+    last = earlier + mx.arange(parts.shape[1])[:, None]
     return mx.where(first <= last, parts, 0).sum(axis=2)
-
-
-def _chunk(q: mx.array, k: mx.array, row: int, step: int) -> int:
-    """Queries of a chunk, where the mask takes ``row`` bytes a query."""
-    B, H, T, _ = q.shape
-    room = 2 * (q.nbytes + k.nbytes) * MASK_SHARE / row
-    if T <= room:
-        return T
-    chunks = -(-T // max(step, step * -(-THREADGROUPS // (B * H)), int(room / 4)))
-    return _up(-(-T // chunks), step)
 
 
 def _padded(array: mx.array, length: int, value: int) -> mx.array:
     """With the second axis of that length."""
     missing = length - array.shape[1]
     return mx.pad(array, ((0, 0), (0, missing)), constant_values=value) if missing else array
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .blocks import whole
 from .kernel import Kernel, Launch
 from .threadgroup_memory import block_bytes
 
@@ -37,7 +38,7 @@ BLOCKS = {
 
 
 class Masks:
-    """The masks of a prompt's chunks, each formed when the one before it has been asked for.
+    """The masks of a prompt's chunks, formed one after the other.
 
     First every block of queries sums up what it selects; F at the start of each block follows,
     and blocks are then independent. Two chunks' masks are held at a time: MLX frees nothing
@@ -45,8 +46,8 @@ class Masks:
     was, which the kernel overwrites. No one else ever holds these arrays.
 
     Args:
-        q: (B, T, D), head 0's queries, row-contiguous, as k.
-        k: (B, N, D), head 0's keys.
+        q: (B, H, T, D), row-contiguous, as k; head 0 selects.
+        k: (B, Hkv, N, D).
         F: (B, P) float32, what earlier queries left on the keys; P is N in whole blocks.
         query_positions: (B, TP) int32; TP is T in whole blocks of ``align`` queries.
         key_positions: (B, P) int32.
@@ -56,6 +57,7 @@ class Masks:
         align: queries of a block in which the mask is read.
         keys: of a block in which the mask is read.
         remaining: whether to sum up 1 - min(F, 1) over the keys that a query sees.
+        room: elements of the largest mask.
     """
 
     def __init__(
@@ -72,34 +74,42 @@ class Masks:
         align: int,
         keys: int,
         remaining: bool,
+        room: int,
     ):
         self._inputs = [q, k, query_positions, key_positions, F]
-        self._settings = (backend, q.dtype, dtype, q.shape, k.shape[1], F.shape[1], scale)
-        self._blocks = (align, keys, remaining)
-        sums = _prepare_sums(SUMS, align, *self._settings)(*self._inputs[:4])[0]
-        self._starts = mx.cumsum(sums, axis=1, inclusive=False)
-        #: (B, P) float32, F after all queries
-        self.after = F + sums.sum(axis=1)
+        self._shape = (q.dtype, q.shape, k.shape[1:3], backend, align, keys, scale)
+        self._settings = (dtype, remaining, room)
+        (sums,) = _prepare_sums(SUMS, *self._shape)(*self._inputs[:4])
+        self._through = mx.cumsum(sums, axis=1)
         self._rooms: list[mx.array] = []
         self._outputs: list[mx.array] = []
 
-    def form(self, start: int, rows: int) -> tuple[mx.array, mx.array, mx.array]:
-        """The next chunk's mask, ``rows`` queries from ``start`` on.
+    def after(self) -> mx.array:
+        """F after all queries, (B, P) float32."""
+        return self._inputs[4] + self._through[:, -1]
+
+    def form(self, start: int, rows: int, width: int) -> tuple[mx.array, mx.array, mx.array]:
+        """The next chunk's mask, of the ``rows`` queries from ``start`` on.
+
+        Args:
+            start: a multiple of ``align``.
+            rows: of the chunk.
+            width: keys that they see, in whole blocks.
 
         Returns:
-            An array whose first B * rows * P elements are the mask (B, rows, P): -F / scale, -inf
-            where a query does not see a key; an array that is there once the mask is; and,
-            with ``remaining``, sums (B, rows, P / 16) over 16 keys.
+            The mask (B, rows, width), -F / scale, and -inf where a query does not see a key, as the
+            first elements of an array; an array that is there once the mask is; and, with
+            ``remaining``, sums (B, rows, width / 16) over 16 keys.
         """
         number = len(self._rooms)
         again = number >= 2
         room, read = (
             (self._rooms[number - 2], self._outputs[number - 2])
             if again
-            else (_nothing(self._settings[2]), self._inputs[0])
+            else (_nothing(self._settings[0]), self._inputs[0])
         )
-        launch = _prepare_mask(MASK, start, rows, again, *self._blocks, *self._settings)
-        mask, remaining = launch(*self._inputs, self._starts, room, read)
+        launch = _prepare_mask(MASK, start, rows, width, again, *self._settings, *self._shape)
+        mask, remaining = launch(*self._inputs, self._through, room, read)
         self._rooms.append(room if again else mask)
         return self._rooms[-1], mask, remaining
 
@@ -109,9 +119,9 @@ class Masks:
 
 
 @lru_cache(maxsize=64)
-def _prepare_sums(kernel, align, backend, q_dtype, dtype, shape, N, P, scale) -> Launch:
-    B, T, D = shape
-    blocks, sizes = -(-T // align), BLOCKS[backend, q_dtype.size]
+def _prepare_sums(kernel, q_dtype, shape, keys_shape, backend, align, block, scale) -> Launch:
+    (B, H, T, D), (Hkv, N) = shape, keys_shape
+    P, blocks, sizes = whole(N, block), -(-T // align), BLOCKS[backend, q_dtype.size]
     threads = sizes.sum_keys // sizes.sum_rows * 32
     return kernel.prepare(
         template={
@@ -120,22 +130,24 @@ def _prepare_sums(kernel, align, backend, q_dtype, dtype, shape, N, P, scale) ->
             "KEYS": sizes.sum_keys,
             "R": sizes.sum_rows,
             "ALIGN": align,
+            "BK": block,
         },
         grid=(-(-P // sizes.sum_keys) * threads, blocks, B),
         threadgroup=(threads, 1, 1),
         output_shapes=[(B, blocks, P)],
         output_dtypes=[mx.float32],
         shared_memory=block_bytes(align, D, q_dtype),
-        numbers=[mx.array([T, N, P, blocks * align], mx.int32), mx.array([scale], mx.float32)],
+        numbers=[mx.array([T, N, H, Hkv], mx.int32), mx.array([scale], mx.float32)],
     )
 
 
 @lru_cache(maxsize=512)
 def _prepare_mask(
-    kernel, start, rows, again, align, keys, remaining, backend, q_dtype, dtype, shape, N, P, scale
+    kernel, start, rows, width, again, dtype, remaining, room, q_dtype, shape, keys_shape, *others
 ) -> Launch:
-    B, T, D = shape
-    sizes, tall = BLOCKS[backend, q_dtype.size], -(-T // align) * align
+    (B, H, T, D), (Hkv, N), (backend, align, block, scale) = shape, keys_shape, others
+    sizes = BLOCKS[backend, q_dtype.size]
+    numbers = T, N, H, Hkv, start, rows, width
     return kernel.prepare(
         template={
             "T": q_dtype,
@@ -144,19 +156,16 @@ def _prepare_mask(
             "KEYS": sizes.keys,
             "R": sizes.rows,
             "ALIGN": align,
-            "BK": keys,
+            "BK": block,
             "REMAINING": remaining,
             "AGAIN": again,
         },
-        grid=(-(-P // sizes.keys) * 2 * sizes.keys, -(-rows // align), B),
+        grid=(-(-width // sizes.keys) * 2 * sizes.keys, -(-rows // align), B),
         threadgroup=(2 * sizes.keys, 1, 1),
-        output_shapes=[(8,) if again else (B, rows, P), (B, rows, P // 16) if remaining else (1,)],
+        output_shapes=[(8,) if again else (room,), (B, rows, width // 16) if remaining else (1,)],
         output_dtypes=[dtype, mx.float32],
         shared_memory=block_bytes(sizes.keys + sizes.rows, D, q_dtype),
-        numbers=[
-            mx.array([T, N, P, tall, start, rows], mx.int32),
-            mx.array([scale, TAU], mx.float32),
-        ],
+        numbers=[mx.array(numbers, mx.int32), mx.array([scale, TAU], mx.float32)],
     )
 
 

@@ -15,6 +15,7 @@ from mlx_selective.kernels import outputs_start_as, record
 from mlx_selective.kernels import selective as module
 from mlx_selective.kernels.blocks import Blocks
 from mlx_selective.kernels.selective import selective
+from mlx_selective.kernels.selective_chunks import share_queries
 
 SHAPES = {
     "dtype": list(FLOORS),
@@ -24,7 +25,7 @@ SHAPES = {
     "heads": [(1, 1), (4, 1), (6, 2)],  # H, Hkv
     "B": [1, 2],
     "pad": [0, 1, 5],  # tokens of padding before the last row's first
-    "chunk": [None, 32, 64],
+    "chunk": [None, 1, 2],  # in blocks of queries
 }
 
 
@@ -64,6 +65,8 @@ def problem(dtype=mx.float32, D=64, T=7, earlier=0, heads=(2, 1), B=1, pad=0, se
 
 def by_kernel(q, k, v, F, query_positions, key_positions, scale, chunk=None):
     """Output, F and remaining memory; they begin as NaN, so that what is not written shows."""
+    if chunk is not None:
+        chunk *= module.BLOCKS[BACKEND, q.dtype.size][q.shape[3]].queries
     positions = {"query_positions": query_positions, "key_positions": key_positions}
     with launching(), outputs_start_as(float("nan")):
         results = selective(
@@ -139,7 +142,7 @@ def test_every_shape():
 
 
 def test_a_thousand_queries():
-    check((problem(T=1000, heads=(2, 1)), 0.125), chunk=512)
+    check((problem(T=1000, heads=(2, 1)), 0.125), chunk=3)
 
 
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
@@ -161,7 +164,7 @@ def test_blocks_that_do_not_fit_the_masks(dtype, keys, monkeypatch):
     """A block of keys reaches into keys that its queries do not see, and into the next strip."""
     monkeypatch.setitem(module.BLOCKS, ("metal", dtype.size), {64: Blocks(16, keys, 8, 1)})
     for T, earlier in ((100, 0), (70, 45), (33, 30)):
-        check((problem(dtype, T=T, earlier=earlier, heads=(2, 1)), 0.125), chunk=32)
+        check((problem(dtype, T=T, earlier=earlier, heads=(2, 1)), 0.125), chunk=1)
 
 
 def test_keys_in_any_order_before_the_queries():
@@ -223,8 +226,24 @@ def test_what_plain_mlx_computes(change, reason):
     assert error(out, truth[0]) < 2e-3
 
 
-def test_chunks_take_a_share_of_the_memory():
-    q, k = mx.zeros((1, 32, 4096, 64), mx.float16), mx.zeros((1, 32, 4096, 64), mx.float16)
-    chunk = module._chunk(q, k, 4096 * 2, 128)
-    assert chunk % 128 == 0
-    assert 4096 * 2 * chunk <= 1.1 * module.MASK_SHARE * 4 * q.nbytes
+@pytest.mark.parametrize("T, earlier", [(4096, 0), (16384, 0), (2048, 14336), (16385, 77)])
+@pytest.mark.parametrize("B, H, D", [(1, 32, 64), (1, 8, 128), (2, 32, 64)])
+def test_chunks_take_a_share_of_the_memory(B, H, D, T, earlier):
+    blocks, N = module.BLOCKS["cuda", 2][D], T + earlier
+    nbytes = 2 * B * H * D * (T + N)
+    room, chunks = share_queries(B, H, T, N, nbytes, 2, blocks)
+    assert [one.start for one in chunks] == np.cumsum([0, *(c.rows for c in chunks)])[:-1].tolist()
+    assert sum(one.rows for one in chunks) == T
+    assert all(one.start % blocks.queries == 0 for one in chunks)
+    assert all(N - T + one.start + one.rows <= one.width <= N + blocks.keys for one in chunks)
+    assert max(B * one.rows * one.width for one in chunks) == room
+    # or as much as 256 threadgroups of the last queries need
+    last = B * -(-256 // (B * H)) * blocks.queries * (N + blocks.keys)
+    assert room <= max(nbytes / (2 if len(chunks) == 1 else 8), last)
+
+
+def test_chunks_are_about_equally_large():
+    blocks = module.BLOCKS["cuda", 2][64]
+    room, chunks = share_queries(1, 32, 16384, 16384, 2 * 32 * 64 * 2 * 16384, 2, blocks)
+    assert len(chunks) == 10
+    assert min(one.rows * one.width for one in chunks) > 0.75 * room
