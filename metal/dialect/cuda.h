@@ -24,6 +24,13 @@ METAL_FUNC uint shared_address(const void* p) { return uint(__cvta_generic_to_sh
 // Whether vectors of sixteen bytes may be read from here on.
 METAL_FUNC bool begins_vector(const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; }
 
+// The same bits as another type.
+template <typename To, typename From>
+METAL_FUNC To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From), "as many bits");
+  return *reinterpret_cast<const To*>(&x);
+}
+
 namespace metal {
 enum class mem_flags { mem_none, mem_threadgroup, mem_device };
 

@@ -32,3 +32,15 @@ METAL_FUNC Candidate best_of_simdgroup(Candidate best) {
   }
   return best;
 }
+
+// Candidates as three floats each, of which two have the bits of integers.
+template <typename P>
+METAL_FUNC Candidate read_candidate(P from) {
+  return {from[0], as_type<int>(from[1]), as_type<int>(from[2])};
+}
+template <typename P>
+METAL_FUNC void write_candidate(P to, Candidate candidate) {
+  to[0] = candidate.rank;
+  to[1] = as_type<float>(candidate.position);
+  to[2] = as_type<float>(candidate.slot);
+}

@@ -7,16 +7,27 @@ struct Share {
   float largest, total;
 };
 
-// totals: (parts, 2), pairs of a logit in base 2 and a total.
-template <typename P>
-METAL_FUNC Share share_of(P totals, int parts) {
-  Share share = {totals[0], 0};
-  for (int part = 1; part < parts; part++) {
-    share.largest = metal::max(share.largest, totals[2 * part]);
+// parts: (count, D + 2), D sums, the logit in base 2 and the total.
+template <int D, typename P>
+METAL_FUNC Share share_of(P parts, int count) {
+  Share share = {parts[D], 0};
+  for (int part = 1; part < count; part++) {
+    share.largest = metal::max(share.largest, parts[part * (D + 2) + D]);
   }
-  for (int part = 0; part < parts; part++) {
-    const float factor = metal::fast::exp2(totals[2 * part] - share.largest);
-    share.total = metal::fma(totals[2 * part + 1], factor, share.total);
+  for (int part = 0; part < count; part++) {
+    const float factor = metal::fast::exp2(parts[part * (D + 2) + D] - share.largest);
+    share.total = metal::fma(parts[part * (D + 2) + D + 1], factor, share.total);
   }
   return share;
+}
+
+// The sum of element d, relative to the share's logit.
+template <int D, typename P>
+METAL_FUNC float sum_of(P parts, int count, int d, Share share) {
+  float sum = 0;
+  for (int part = 0; part < count; part++) {
+    const float factor = metal::fast::exp2(parts[part * (D + 2) + D] - share.largest);
+    sum = metal::fma(parts[part * (D + 2) + d], factor, sum);
+  }
+  return sum;
 }

@@ -8,10 +8,11 @@
 // q (B, H, D); k and v (B, Hkv, N, D), any strides; begins (B or more): each row's first key that is visible;
 // sizes {N, H, Hkv, splits, keys of a split, end}: keys from `end` on are not seen; scale {scale}.
 //   out (B, H, D), rounded to O, remainder (B, H)
-// SPLIT: instead, for stick_breaking/combine.metal, sums (B, H, splits, D) and lefts (B, H, splits), log2 of what
-// each split leaves
+// SPLIT: instead, for stick_breaking/combine.metal, remainder (B, H, splits, D + 1): D sums, and log2 of what the
+// split leaves
+// AHEAD: values are asked for before keys are used, which takes registers.
 // Grid: splits, H / HEADS, B threadgroups of SIMDGROUPS simdgroups; HEADS share a head of keys.
-template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
+template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT, bool AHEAD>
 [[kernel]] void stick_breaking_decode(
     const device T* q [[buffer(0)]],
     const device T* k [[buffer(1)]],
@@ -23,16 +24,12 @@ template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
     const constant float* scale [[buffer(7)]],
     device O* out [[buffer(8)]],
     device float* remainder [[buffer(9)]],
-    device float* sums [[buffer(10)]],
-    device float* lefts [[buffer(11)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
     uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]],
     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
-  // Of each simdgroup and head D sums, then what it leaves.
-  constexpr int PARTS = SIMDGROUPS * HEADS;
-  THREADGROUP_MEMORY(float, memory, PARTS * (D + 1));
-  threadgroup float* const part_lefts = memory + PARTS * D;
+  // Of each head and simdgroup D sums, and log2 of what it leaves.
+  THREADGROUP_MEMORY(float, memory, SIMDGROUPS * HEADS * (D + 1));
 
   const ushort lane = thread_index_in_simdgroup;
   const int simdgroup = simdgroup_index_in_threadgroup, splits = sizes[3];
@@ -56,8 +53,13 @@ template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
   }
   bool live = end > begin;
   for (int first = begin + (end - 1 - begin) / 32 * 32; live && first >= begin && first + 32 > visible; first -= 32) {
+    Rows32<T, D> ks, vs;
+    ks.read(key, first, end, lane);
+    if constexpr (AHEAD) {
+      vs.read(value, first, end, lane);
+    }
     float z[HEADS];
-    query.logits(z, key, first, end, lane);
+    query.logits(z, ks, lane);
     const int mine = first + query.own(lane);
     live = false;
 #pragma unroll
@@ -65,34 +67,33 @@ template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT>
       z[h] = take_share(mine < end && mine >= visible ? z[h] * scale_log2 : -INFINITY, left[h], lane);
       live = live || !LogForm::used_up(left[h]);
     }
-    query.add(z, value, first, end, lane);
+    if constexpr (!AHEAD) {
+      vs.read(value, first, end, lane);
+    }
+    query.add(z, vs, lane);
   }
 
 #pragma unroll
   for (short h = 0; h < HEADS; h++) {
-    const int at = h * SIMDGROUPS + simdgroup;
-    query.gather(memory + at * D, h, lane);
+    threadgroup float* const part = memory + (h * SIMDGROUPS + simdgroup) * (D + 1);
+    query.gather(part, h, lane);
     if (lane == 0) {
-      part_lefts[at] = left[h];
+      part[D] = left[h];
     }
   }
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   for (int i = thread_index_in_threadgroup; i < HEADS * D; i += SIMDGROUPS * 32) {
-    const int h = i / D, d = i % D, first = h * SIMDGROUPS;
+    const int h = i / D, d = i % D;
     float rest;
-    const float sum = join_sticks(part_lefts + first, memory + first * D + d, D, SIMDGROUPS, rest);
-    const long at = SPLIT ? (row + h) * splits + split : row + h;
+    const float sum = join_sticks<D>(memory + h * SIMDGROUPS * (D + 1), SIMDGROUPS, d, rest);
+    device float* const part = remainder + (SPLIT ? ((row + h) * splits + split) * (D + 1) : row + h);
     if constexpr (SPLIT) {
-      sums[at * D + d] = sum;
+      part[d] = sum;
     } else {
-      out[at * D + d] = O(sum);
+      out[(row + h) * D + d] = O(sum);
     }
     if (d == 0) {
-      if constexpr (SPLIT) {
-        lefts[at] = rest;
-      } else {
-        remainder[at] = metal::fast::exp2(rest);
-      }
+      part[SPLIT ? D : 0] = SPLIT ? rest : metal::fast::exp2(rest);
     }
   }
 }

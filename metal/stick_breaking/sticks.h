@@ -21,15 +21,15 @@ METAL_FUNC float take_share(float z, thread float& left, ushort lane) {
   return weight;
 }
 
-// One stick of parts of which the last has the newest keys: log2 of what each left, and the sums of one
-// element, `step` apart. Gives the element's sum; `left` becomes log2 of what all leave.
-template <typename P>
-METAL_FUNC float join_sticks(P lefts, P sums, int step, int parts, thread float& left) {
+// One stick of parts of which the last has the newest keys: parts (count, D + 1), D sums and log2 of what the part
+// leaves. Gives the sum of element d; `left` becomes log2 of what all leave.
+template <int D, typename P>
+METAL_FUNC float join_sticks(P parts, int count, int d, thread float& left) {
   float sum = 0;
   left = 0;
-  for (int part = parts - 1; part >= 0; part--) {
-    sum = metal::fma(metal::fast::exp2(left), sums[part * step], sum);
-    left += lefts[part];
+  for (int part = count - 1; part >= 0; part--) {
+    sum = metal::fma(metal::fast::exp2(left), parts[part * (D + 1) + d], sum);
+    left += parts[part * (D + 1) + D];
   }
   return sum;
 }

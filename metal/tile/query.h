@@ -3,9 +3,10 @@
 // lane has the logits of one key, so that each weight is formed once.
 //
 //   Query<D, HEADS> query;  query.load(q, lane);
-//   float z[HEADS];  query.logits(z, keys, first, end, lane);     // of key first + query.own(lane)
-//   query.add(z, values, first, end, lane);                       // z: weights by now
-//   query.gather(memory, h, lane);                                // D sums to threadgroup memory
+//   Rows32<T, D> ks, vs;  ks.read(keys, first, end, lane);  vs.read(values, first, end, lane);
+//   float z[HEADS];  query.logits(z, ks, lane);        // of key first + query.own(lane)
+//   query.add(z, vs, lane);                            // z: weights by now
+//   query.gather(memory, h, lane);                     // D sums to threadgroup memory
 #pragma once
 #include "row.h"
 
@@ -23,25 +24,41 @@ struct RowsOf {
 
   // Every eighth run of W elements, from the part-th on.
   template <int D, int W>
-  METAL_FUNC void read(thread float* x, int index, ushort part) const {
+  METAL_FUNC void read(thread Run<T, W>* x, int index, ushort part) const {
     const device T* source = start + index * row;
     if (vectors) {
 #pragma unroll
       for (short r = 0; r < D / 8 / W; r++) {
-        load_run<W>(x + r * W, source + (r * 8 + part) * W);
+        x[r] = *reinterpret_cast<const device Run<T, W>*>(source + (r * 8 + part) * W);
       }
     } else {
 #pragma unroll
       for (short e = 0; e < D / 8; e++) {
-        x[e] = float(source[(e / W * 8 * W + part * W + e % W) * element]);
+        x[e / W].x[e % W] = source[(e / W * 8 * W + part * W + e % W) * element];
       }
     }
   }
 };
 
+// A lane's parts of 32 rows, as they were in memory.
+template <typename T, int D>
+struct Rows32 {
+  static constant constexpr const short W = D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2; // read at once
+  Run<T, W> x[8][D / 8 / W];
+
+  // From `first` on; beyond `end` the last one again.
+  METAL_FUNC void read(RowsOf<T> rows, int first, int end, ushort lane) {
+#pragma unroll
+    for (short c = 0; c < 8; c++) {
+      rows.template read<D, W>(x[c], metal::min(first + c * 4 + lane / 8, end - 1), lane % 8);
+    }
+  }
+  METAL_FUNC float at(short c, short e) const { return float(x[c][e / W].x[e % W]); }
+};
+
 template <int D, int HEADS>
 struct Query {
-  static constant constexpr const short W = D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2; // read at once
+  static constant constexpr const short W = Rows32<float, D>::W;
   static constant constexpr const short SIZE = D / 8; // elements of a lane
   float q[HEADS][SIZE], o[HEADS][SIZE];
 
@@ -62,13 +79,16 @@ struct Query {
     }
   }
 
-  // The products with the lane's own key; anything beyond `end`.
+  // The products with the lane's own key.
   template <typename T>
-  METAL_FUNC void logits(thread float* z, RowsOf<T> keys, int first, int end, ushort lane) const {
+  METAL_FUNC void logits(thread float* z, const thread Rows32<T, D>& keys, ushort lane) const {
 #pragma unroll
     for (short c = 0; c < 8; c++) {
       float x[SIZE];
-      keys.template read<D, W>(x, metal::min(first + c * 4 + lane / 8, end - 1), lane % 8);
+#pragma unroll
+      for (short e = 0; e < SIZE; e++) {
+        x[e] = keys.at(c, e);
+      }
 #pragma unroll
       for (short h = 0; h < HEADS; h++) {
         float product = 0;
@@ -91,13 +111,16 @@ struct Query {
     }
   }
 
-  // o += weights values, the weights being those of the lanes' own keys, 0 beyond `end`.
+  // o += weights values, the weights being those of the lanes' own keys, 0 beyond the last.
   template <typename T>
-  METAL_FUNC void add(const thread float* weights, RowsOf<T> values, int first, int end, ushort lane) {
+  METAL_FUNC void add(const thread float* weights, const thread Rows32<T, D>& values, ushort lane) {
 #pragma unroll
     for (short c = 0; c < 8; c++) {
       float x[SIZE];
-      values.template read<D, W>(x, metal::min(first + c * 4 + lane / 8, end - 1), lane % 8);
+#pragma unroll
+      for (short e = 0; e < SIZE; e++) {
+        x[e] = values.at(c, e);
+      }
 #pragma unroll
       for (short h = 0; h < HEADS; h++) {
         const float weight = metal::simd_shuffle(weights[h], ushort(lane / 8 * 8 + c));

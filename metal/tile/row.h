@@ -2,18 +2,11 @@
 #pragma once
 #include "layout.h"
 
-// W neighbouring elements, widened, from an address that is a multiple of their size or of 16.
-template <int W, typename T>
-METAL_FUNC void load_run(thread float* x, const device T* source) {
-  struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Run {
-    T x[W];
-  };
-  const Run run = *reinterpret_cast<const device Run*>(source);
-#pragma unroll
-  for (short i = 0; i < W; i++) {
-    x[i] = float(run.x[i]);
-  }
-}
+// W neighbouring elements, read at once from an address that is a multiple of their size or of 16.
+template <typename T, int W>
+struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Run {
+  T x[W];
+};
 
 template <int D>
 struct Row {

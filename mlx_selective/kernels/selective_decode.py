@@ -10,7 +10,7 @@ from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
 from .kernel import Kernel, Launch
 from .signature import CONSTANT_BELOW
-from .splits import SIMDGROUPS, share_keys
+from .splits import ahead, share_keys
 
 DECODE = Kernel("selective/decode.metal")
 COMBINE = Kernel("selective/combine.metal")
@@ -59,12 +59,14 @@ def selective_decode(
         return None
 
     def forward(q, k, v, F):
-        arrays = q, k, v, F, key_positions, _rows(query_positions, evicts)
+        # at least eight of them, as device memory begins with; not copied
+        own = mx.broadcast_to(query_positions, (q.shape[0], CONSTANT_BELOW))
         kernels = DECODE, COMBINE
         first, second = _prepare(kernels, backend, q.dtype, q.shape, k.shape[1:3], float(scale))
-        out, evicted, after, *found = first(*arrays)
+        arrays = q, k, v, F, key_positions, own, _padded(tuple(evicts))
+        out, evicted, after, parts = first(*arrays)
         if second is not None:
-            out, evicted = second(*found)
+            out, evicted = second(parts)
         return [out, after, evicted]
 
     return list(with_gradient_of(plain, forward, outputs=2)(q, k, v, F))
@@ -82,39 +84,46 @@ def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
     return ""
 
 
-def _rows(query_positions: mx.array, evicts: Sequence[int]) -> mx.array:
-    """Each row's position, and whether it evicts; as many as device memory begins with."""
-    rows = mx.concatenate([query_positions, mx.array(evicts, mx.int32)[:, None]], axis=1)
-    missing = CONSTANT_BELOW // 2 - len(evicts)
-    return mx.pad(rows, ((0, missing), (0, 0))) if missing > 0 else rows
+@lru_cache(maxsize=64)
+def _padded(numbers: tuple[int, ...]) -> mx.array:
+    """As many as device memory begins with."""
+    return mx.array([*numbers, *[0] * (CONSTANT_BELOW - len(numbers))], mx.int32)
 
 
 @lru_cache(maxsize=512)
 def _prepare(kernels, backend, dtype, shape, keys_shape, scale) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N) = shape, keys_shape
-    heads, keys, splits = share_keys(H // Hkv, N, D)
-    split = splits > 1
-    whole = [shape, (B, 1)]
-    parts = [(max(n, 8),) for n in (B * H * splits * D, 2 * B * H * splits, B * splits)]
-    parts.append((max(2 * B * splits, 8),))
+    heads, simdgroups, keys, splits = share_keys(H // Hkv, N, D, backend)
+    split, given = splits > 1, [shape, (B, 1)]
     # what a launch does not write has one element
-    given = [(1,), (1,), (B, N), *parts] if split else [*whole, (B, N), *[(1,)] * 4]
+    found = B * H * splits * (D + 2)
+    outputs = [(1,), (1,), (B, N), (found + 3 * B * splits,)] if split else [*given, (B, N), (1,)]
     first = kernels[0].prepare(
-        template={"T": dtype, "D": D, "HEADS": heads, "SIMDGROUPS": SIMDGROUPS, "SPLIT": split},
-        grid=(splits * SIMDGROUPS * 32, H // heads, B),
-        threadgroup=(SIMDGROUPS * 32, 1, 1),
-        output_shapes=given,
-        output_dtypes=[dtype, mx.int32, *[mx.float32] * 4, mx.int32],
-        shared_memory=4 * SIMDGROUPS * (heads * (D + 2) + 3),
-        numbers=[mx.array([N, H, Hkv, splits, keys], mx.int32), mx.array([scale], mx.float32)],
+        template={
+            "T": dtype,
+            "D": D,
+            "HEADS": heads,
+            "SIMDGROUPS": simdgroups,
+            "SPLIT": split,
+            "AHEAD": ahead(backend, dtype),
+        },
+        grid=(splits * simdgroups * 32, H // heads, B),
+        threadgroup=(simdgroups * 32, 1, 1),
+        output_shapes=outputs,
+        output_dtypes=[dtype, mx.int32, mx.float32, mx.float32],
+        shared_memory=4 * simdgroups * (heads * (D + 2) + 3),
+        numbers=[
+            mx.array([N, H, Hkv, splits, keys, found], mx.int32),
+            mx.array([scale], mx.float32),
+        ],
     )
     second = kernels[1].prepare(
         template={"T": dtype, "D": D},
         grid=(B * H * 128, 1, 1),
         threadgroup=(128, 1, 1),
-        output_shapes=whole,
+        output_shapes=given,
         output_dtypes=[dtype, mx.int32],
-        numbers=[mx.array([splits, H], mx.int32)],
+        numbers=[mx.array([splits, H, found], mx.int32)],
     )
     return first, second if split else None

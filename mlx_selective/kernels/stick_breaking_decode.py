@@ -9,7 +9,7 @@ from .blocks import HEAD_SIZES
 from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
 from .kernel import Kernel, Launch
-from .splits import SIMDGROUPS, share_keys
+from .splits import ahead, share_keys
 from .stick_breaking import device_begins, why_not_begins
 
 DECODE = Kernel("stick_breaking/decode.metal")
@@ -59,8 +59,8 @@ def stick_breaking_decode(
         shapes, end = (q.shape, k.shape[1:3]), k.shape[2] - (not attend_current)
         kernels, dtypes = (DECODE, COMBINE), (q.dtype, output_dtype or q.dtype)
         first, second = _prepare(kernels, backend, dtypes, *shapes, end, float(scale))
-        out, remainder, *found = first(q, k, v, device_begins(begins, q.shape[0]))
-        return [out, remainder] if second is None else second(*found)
+        out, remainder = first(q, k, v, device_begins(begins, q.shape[0]))
+        return [out, remainder] if second is None else second(remainder)
 
     function = with_gradient_of(plain, forward)
     return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
@@ -80,28 +80,32 @@ def _prepare(
 ) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N), (dtype, output_dtype) = shape, keys_shape, dtypes
-    heads, keys, splits = share_keys(H // Hkv, N, D)
-    split = splits > 1
-    whole, nothing = [shape, (B, H, 1)], [(1,), (1,)]
-    parts = [(B * H * splits * D,), (max(B * H * splits, 8),)]
+    heads, simdgroups, keys, splits = share_keys(H // Hkv, N, D, backend)
+    split, given = splits > 1, [shape, (B, H, 1)]
     sizes = (N, H, Hkv, splits, keys, end)
     first = kernels[0].prepare(
         template={
-            **{"T": dtype, "O": output_dtype, "D": D},
-            **{"HEADS": heads, "SIMDGROUPS": SIMDGROUPS, "SPLIT": split},
+            "T": dtype,
+            "O": output_dtype,
+            "D": D,
+            "HEADS": heads,
+            "SIMDGROUPS": simdgroups,
+            "SPLIT": split,
+            "AHEAD": ahead(backend, dtype),
         },
-        grid=(splits * SIMDGROUPS * 32, H // heads, B),
-        threadgroup=(SIMDGROUPS * 32, 1, 1),
-        output_shapes=[*nothing, *parts] if split else [*whole, *nothing],
-        output_dtypes=[output_dtype, *[mx.float32] * 3],
-        shared_memory=4 * SIMDGROUPS * heads * (D + 1),
+        grid=(splits * simdgroups * 32, H // heads, B),
+        threadgroup=(simdgroups * 32, 1, 1),
+        # what a launch does not write has one element
+        output_shapes=[(1,), (B, H, splits, D + 1)] if split else given,
+        output_dtypes=[output_dtype, mx.float32],
+        shared_memory=4 * simdgroups * heads * (D + 1),
         numbers=[mx.array(sizes, mx.int32), mx.array([scale], mx.float32)],
     )
     second = kernels[1].prepare(
         template={"O": output_dtype, "D": D},
         grid=(B * H * 128, 1, 1),
         threadgroup=(128, 1, 1),
-        output_shapes=whole,
+        output_shapes=given,
         output_dtypes=[output_dtype, mx.float32],
         numbers=[mx.array([splits], mx.int32)],
     )
