@@ -23,6 +23,63 @@ struct Weights {
   }
 };
 
+// What the cache says of one row's keys, and where F after the query goes; `selects`: for the heads with head 0.
+struct Kept {
+  const device float* F;
+  const device int* positions;
+  device float* after;
+  int F_step, positions_step, own;
+  bool evicts, selects;
+};
+
+// Takes the keys [begin, end) in steps: their weighted values are added to the query's sums, their weights to
+// `weights`; head 0 writes their new F and offers them for eviction.
+// VECTORS: as both rows' in_vectors() says. AHEAD: values are asked for before keys are used.
+template <bool VECTORS, bool AHEAD, typename T, int D, int HEADS>
+METAL_FUNC void attend(
+    thread Query<D, HEADS>& query,
+    thread Weights* weights,
+    thread Candidate& best,
+    RowsOf<T> key,
+    RowsOf<T> value,
+    Kept kept,
+    int begin,
+    int end,
+    int step,
+    float scale,
+    ushort lane) {
+  for (int first = begin; first < end; first += step) {
+    Rows32<T, D> ks, vs;
+    ks.template read<VECTORS>(key, first, end, lane);
+    if constexpr (AHEAD) {
+      vs.template read<VECTORS>(value, first, end, lane);
+    }
+    const int mine = first + query.own(lane), slot = metal::min(mine, end - 1);
+    const int position = kept.positions[slot * kept.positions_step];
+    const float forgotten = kept.F[slot * kept.F_step];
+    const bool visible = mine < end && position >= 0 && position <= kept.own;
+    float z[HEADS];
+    query.logits(z, ks, lane);
+    if (kept.selects && mine < end) {
+      // The first token is never forgotten, and a token never makes anyone forget itself.
+      const bool stays = position <= 0 || position == kept.own;
+      const float now = forgotten + (visible && !stays ? metal::max(z[0] * scale, 0.0f) : 0.0f);
+      kept.after[mine] = now;
+      best.take_better({!kept.evicts ? 0.0f : stays ? -1.0f : now, position, mine});
+    }
+#pragma unroll
+    for (short h = 0; h < HEADS; h++) {
+      float factor;
+      z[h] = weights[h].of(visible ? (z[h] * scale - forgotten) * M_LOG2E_F : -INFINITY, factor);
+      query.rescale(h, factor);
+    }
+    if constexpr (!AHEAD) {
+      vs.template read<VECTORS>(value, first, end, lane);
+    }
+    query.add(z, vs, lane);
+  }
+}
+
 // q (B, H, D); k and v (B, Hkv, N, D), F and key_positions (B, N), any strides; query_positions (B, any), of each
 // row the query's position; evicts (B or more), whether a row evicts; sizes {N, H, Hkv, splits, keys of a
 // split, candidates' place}; scale {scale}.
@@ -62,54 +119,36 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT, bool AHEAD>
   THREADGROUP_MEMORY(float, memory, CANDIDATES + 3 * SIMDGROUPS);
 
   const ushort lane = thread_index_in_simdgroup;
-  const int simdgroup = simdgroup_index_in_threadgroup, keys = sizes[0], splits = sizes[3];
+  const int simdgroup = uniform(simdgroup_index_in_threadgroup), keys = sizes[0], splits = sizes[3];
   const int split = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y * HEADS;
   const long b = threadgroup_position_in_grid.z, row = b * sizes[1] + head;
   const int key_head = head / (sizes[1] / sizes[2]);
   const int begin = split * sizes[4], end = metal::min(keys, begin + sizes[4]);
-  const int own = query_positions[b * query_positions_strides[0]];
-  const bool evict = evicts[b] != 0;
+  const Kept kept = {
+      F + b * F_strides[0],
+      key_positions + b * key_positions_strides[0],
+      after + b * keys,
+      int(F_strides[1]),
+      int(key_positions_strides[1]),
+      query_positions[b * query_positions_strides[0]],
+      evicts[b] != 0,
+      head == 0};
   const RowsOf<T> key(k + b * k_strides[0] + key_head * k_strides[1], k_strides[2], k_strides[3]);
   const RowsOf<T> value(v + b * v_strides[0] + key_head * v_strides[1], v_strides[2], v_strides[3]);
 
   Query<D, HEADS> query;
   query.load(q + row * D, lane);
-  const float scale_log2 = scale[0] * M_LOG2E_F;
   Weights weights[HEADS];
 #pragma unroll
   for (short h = 0; h < HEADS; h++) {
     weights[h] = {Weights::LEAST, 0};
   }
   Candidate best = no_candidate();
-  for (int first = begin + simdgroup * 32; first < end; first += SIMDGROUPS * 32) {
-    Rows32<T, D> ks, vs;
-    ks.read(key, first, end, lane);
-    if constexpr (AHEAD) {
-      vs.read(value, first, end, lane);
-    }
-    const int mine = first + query.own(lane), slot = metal::min(mine, end - 1);
-    const int position = key_positions[b * key_positions_strides[0] + slot * key_positions_strides[1]];
-    const float forgotten = F[b * F_strides[0] + slot * F_strides[1]];
-    float z[HEADS];
-    query.logits(z, ks, lane);
-    const bool visible = mine < end && position >= 0 && position <= own;
-    if (head == 0 && mine < end) {
-      // The first token is never forgotten, and a token never makes anyone forget itself.
-      const bool stays = position <= 0 || position == own;
-      const float now = forgotten + (visible && !stays ? metal::max(z[0] * scale[0], 0.0f) : 0.0f);
-      after[b * keys + mine] = now;
-      best.take_better({!evict ? 0.0f : stays ? -1.0f : now, position, mine});
-    }
-#pragma unroll
-    for (short h = 0; h < HEADS; h++) {
-      float factor;
-      z[h] = weights[h].of(visible ? z[h] * scale_log2 - forgotten * M_LOG2E_F : -INFINITY, factor);
-      query.rescale(h, factor);
-    }
-    if constexpr (!AHEAD) {
-      vs.read(value, first, end, lane);
-    }
-    query.add(z, vs, lane);
+  const int from = begin + simdgroup * 32, step = SIMDGROUPS * 32;
+  if (uniform(key.in_vectors() && value.in_vectors())) {
+    attend<true, AHEAD>(query, weights, best, key, value, kept, from, end, step, scale[0], lane);
+  } else {
+    attend<false, false>(query, weights, best, key, value, kept, from, end, step, scale[0], lane);
   }
 
 #pragma unroll

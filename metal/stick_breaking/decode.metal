@@ -5,6 +5,44 @@
 #include "../tile/query.h"
 #include "sticks.h"
 
+// Breaks the keys [begin, end) off, of which those before `visible` are not seen: their weighted values are
+// added to the query's sums, and `left`, log2 of what is left for each head, takes them in.
+// VECTORS: as both rows' in_vectors() says. AHEAD: values are asked for before keys are used.
+template <bool VECTORS, bool AHEAD, typename T, int D, int HEADS>
+METAL_FUNC void break_off(
+    thread Query<D, HEADS>& query,
+    thread float* left,
+    RowsOf<T> key,
+    RowsOf<T> value,
+    int begin,
+    int end,
+    int visible,
+    float scale,
+    ushort lane) {
+  bool live = end > begin;
+  for (int first = begin + (end - 1 - begin) / 32 * 32; live && first >= begin && first + 32 > visible; first -= 32) {
+    Rows32<T, D> ks, vs;
+    ks.template read<VECTORS>(key, first, end, lane);
+    if constexpr (AHEAD) {
+      vs.template read<VECTORS>(value, first, end, lane);
+    }
+    float z[HEADS];
+    query.logits(z, ks, lane);
+    const int mine = first + query.own(lane);
+    live = false;
+#pragma unroll
+    for (short h = 0; h < HEADS; h++) {
+      z[h] = take_share(mine < end && mine >= visible ? z[h] * scale : -INFINITY, left[h], lane);
+      live = live || !LogForm::used_up(left[h]);
+    }
+    live = metal::simd_any(live);
+    if constexpr (!AHEAD) {
+      vs.template read<VECTORS>(value, first, end, lane);
+    }
+    query.add(z, vs, lane);
+  }
+}
+
 // q (B, H, D); k and v (B, Hkv, N, D), any strides; begins (B or more): each row's first key that is visible;
 // sizes {N, H, Hkv, splits, keys of a split, end}: keys from `end` on are not seen; scale {scale}.
 //   out (B, H, D), rounded to O, remainder (B, H)
@@ -32,11 +70,11 @@ template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT, 
   THREADGROUP_MEMORY(float, memory, SIMDGROUPS * HEADS * (D + 1));
 
   const ushort lane = thread_index_in_simdgroup;
-  const int simdgroup = simdgroup_index_in_threadgroup, splits = sizes[3];
+  const int simdgroup = uniform(simdgroup_index_in_threadgroup), splits = sizes[3];
   const int split = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y * HEADS;
   const long b = threadgroup_position_in_grid.z, row = b * sizes[1] + head;
   const int key_head = head / (sizes[1] / sizes[2]);
-  const int visible = metal::max(begins[b], 0);
+  const int visible = uniform(metal::max(begins[b], 0));
   // A split's keys are cut into equal shares, the last simdgroup's the newest.
   const int share = sizes[4] / SIMDGROUPS;
   const int begin = split * sizes[4] + simdgroup * share, end = metal::min(sizes[5], begin + share);
@@ -51,26 +89,10 @@ template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT, 
   for (short h = 0; h < HEADS; h++) {
     left[h] = 0;
   }
-  bool live = end > begin;
-  for (int first = begin + (end - 1 - begin) / 32 * 32; live && first >= begin && first + 32 > visible; first -= 32) {
-    Rows32<T, D> ks, vs;
-    ks.read(key, first, end, lane);
-    if constexpr (AHEAD) {
-      vs.read(value, first, end, lane);
-    }
-    float z[HEADS];
-    query.logits(z, ks, lane);
-    const int mine = first + query.own(lane);
-    live = false;
-#pragma unroll
-    for (short h = 0; h < HEADS; h++) {
-      z[h] = take_share(mine < end && mine >= visible ? z[h] * scale_log2 : -INFINITY, left[h], lane);
-      live = live || !LogForm::used_up(left[h]);
-    }
-    if constexpr (!AHEAD) {
-      vs.read(value, first, end, lane);
-    }
-    query.add(z, vs, lane);
+  if (uniform(key.in_vectors() && value.in_vectors())) {
+    break_off<true, AHEAD>(query, left, key, value, begin, end, visible, scale_log2, lane);
+  } else {
+    break_off<false, false>(query, left, key, value, begin, end, visible, scale_log2, lane);
   }
 
 #pragma unroll

@@ -3,7 +3,7 @@
 // lane has the logits of one key, so that each weight is formed once.
 //
 //   Query<D, HEADS> query;  query.load(q, lane);
-//   Rows32<T, D> ks, vs;  ks.read(keys, first, end, lane);  vs.read(values, first, end, lane);
+//   Rows32<T, D> ks, vs;  ks.template read<true>(keys, first, end, lane);  and values
 //   float z[HEADS];  query.logits(z, ks, lane);        // of key first + query.own(lane)
 //   query.add(z, vs, lane);                            // z: weights by now
 //   query.gather(memory, h, lane);                     // D sums to threadgroup memory
@@ -14,46 +14,47 @@
 template <typename T>
 struct RowsOf {
   const device T* start;
-  long row, element;
-  bool vectors; // whether runs may be read at once
+  int row, element;
 
   METAL_FUNC RowsOf(const device T* first, long from_row, long from_element)
-      : start(first), row(from_row), element(from_element) {
-    vectors = element == 1 && row * long(sizeof(T)) % 16 == 0 && begins_vector(start);
-  }
+      : start(first), row(from_row), element(from_element) {}
 
-  // Every eighth run of W elements, from the part-th on.
-  template <int D, int W>
-  METAL_FUNC void read(thread Run<T, W>* x, int index, ushort part) const {
-    const device T* source = start + index * row;
-    if (vectors) {
-#pragma unroll
-      for (short r = 0; r < D / 8 / W; r++) {
-        x[r] = *reinterpret_cast<const device Run<T, W>*>(source + (r * 8 + part) * W);
-      }
-    } else {
-#pragma unroll
-      for (short e = 0; e < D / 8; e++) {
-        x[e / W].x[e % W] = source[(e / W * 8 * W + part * W + e % W) * element];
-      }
-    }
+  // Whether runs of neighbours may be read at once.
+  METAL_FUNC bool in_vectors() const {
+    return element == 1 && row * int(sizeof(T)) % 16 == 0 && begins_vector(start);
   }
 };
 
-// A lane's parts of 32 rows, as they were in memory.
+// A lane's parts of 32 rows, as they are in memory.
 template <typename T, int D>
 struct Rows32 {
   static constant constexpr const short W = D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2; // read at once
   Run<T, W> x[8][D / 8 / W];
 
-  // From `first` on; beyond `end` the last one again.
+  METAL_FUNC float at(short c, short e) const { return float(x[c][e / W].x[e % W]); }
+
+  // From `first` on; beyond `end` the last one again. VECTORS: as rows.in_vectors() says.
+  template <bool VECTORS>
   METAL_FUNC void read(RowsOf<T> rows, int first, int end, ushort lane) {
+    const short part = lane % 8;
+    const int mine = first + lane / 8, last = end - 1 - mine;
+    const device T* start = rows.start + long(mine) * rows.row;
 #pragma unroll
     for (short c = 0; c < 8; c++) {
-      rows.template read<D, W>(x[c], metal::min(first + c * 4 + lane / 8, end - 1), lane % 8);
+      const device T* source = start + long(metal::min(4 * c, last)) * rows.row;
+      if constexpr (VECTORS) {
+#pragma unroll
+        for (short r = 0; r < D / 8 / W; r++) {
+          x[c][r] = *reinterpret_cast<const device Run<T, W>*>(source + (r * 8 + part) * W);
+        }
+      } else {
+#pragma unroll
+        for (short e = 0; e < D / 8; e++) {
+          x[c][e / W].x[e % W] = source[(e / W * 8 * W + part * W + e % W) * rows.element];
+        }
+      }
     }
   }
-  METAL_FUNC float at(short c, short e) const { return float(x[c][e / W].x[e % W]); }
 };
 
 template <int D, int HEADS>

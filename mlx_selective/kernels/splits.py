@@ -6,11 +6,11 @@ import mlx.core as mx
 
 #: elements of a threadgroup's queries, as registers allow
 ELEMENTS = 320
-#: by backend, simdgroups of a threadgroup at most: its threads must find registers
-SIMDGROUPS = {"metal": 8, "cuda": 16}
+#: simdgroups of a threadgroup at most: each of its threads may need 255 registers on CUDA
+SIMDGROUPS = 8
 #: by backend, keys that one threadgroup goes through where no other takes part, and where some do
-ALONE = {"metal": 512, "cuda": 2048}
-SPLIT = {"metal": 512, "cuda": 1024}
+ALONE = {"metal": 512, "cuda": 1024}
+SPLIT = {"metal": 512, "cuda": 512}
 #: splits at most, so that joining them is short
 MOST_SPLITS = 64
 
@@ -35,7 +35,7 @@ def share_keys(group: int, keys: int, head_size: int, backend: str) -> Splits:
     """
     heads = next(n for n in (4, 2, 1) if group % n == 0 and (n == 1 or n * head_size <= ELEMENTS))
     simdgroups = 4
-    while simdgroups < SIMDGROUPS[backend] and 64 * simdgroups < keys:
+    while simdgroups < SIMDGROUPS and 64 * simdgroups < keys:
         simdgroups *= 2
     step = 32 * simdgroups
     if keys <= ALONE[backend]:
