@@ -73,7 +73,7 @@ METAL_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
 // A number that is the same in all lanes of a simdgroup, so that the compiler knows: it then needs no code for
 // lanes that go apart.
-METAL_FUNC int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+METAL_FUNC int same_in_simdgroup(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // What follows are macros, so it comes after everything that is included.
 #define device

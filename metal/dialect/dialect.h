@@ -16,5 +16,5 @@
 template <typename T>
 METAL_FUNC bool begins_vector(const device T* p) { return reinterpret_cast<size_t>(p) % 16 == 0; }
 // A number that is the same in all lanes of a simdgroup: CUDA's compiler has to be told.
-METAL_FUNC int uniform(int x) { return x; }
+METAL_FUNC int same_in_simdgroup(int x) { return x; }
 #endif

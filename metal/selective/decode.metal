@@ -119,7 +119,7 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT, bool AHEAD>
   THREADGROUP_MEMORY(float, memory, CANDIDATES + 3 * SIMDGROUPS);
 
   const ushort lane = thread_index_in_simdgroup;
-  const int simdgroup = uniform(simdgroup_index_in_threadgroup), keys = sizes[0], splits = sizes[3];
+  const int simdgroup = same_in_simdgroup(simdgroup_index_in_threadgroup), keys = sizes[0], splits = sizes[3];
   const int split = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y * HEADS;
   const long b = threadgroup_position_in_grid.z, row = b * sizes[1] + head;
   const int key_head = head / (sizes[1] / sizes[2]);
@@ -145,7 +145,7 @@ template <typename T, int D, int HEADS, int SIMDGROUPS, bool SPLIT, bool AHEAD>
   }
   Candidate best = no_candidate();
   const int from = begin + simdgroup * 32, step = SIMDGROUPS * 32;
-  if (uniform(key.in_vectors() && value.in_vectors())) {
+  if (same_in_simdgroup(key.in_vectors() && value.in_vectors())) {
     attend<true, AHEAD>(query, weights, best, key, value, kept, from, end, step, scale[0], lane);
   } else {
     attend<false, false>(query, weights, best, key, value, kept, from, end, step, scale[0], lane);

@@ -70,11 +70,11 @@ template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT, 
   THREADGROUP_MEMORY(float, memory, SIMDGROUPS * HEADS * (D + 1));
 
   const ushort lane = thread_index_in_simdgroup;
-  const int simdgroup = uniform(simdgroup_index_in_threadgroup), splits = sizes[3];
+  const int simdgroup = same_in_simdgroup(simdgroup_index_in_threadgroup), splits = sizes[3];
   const int split = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y * HEADS;
   const long b = threadgroup_position_in_grid.z, row = b * sizes[1] + head;
   const int key_head = head / (sizes[1] / sizes[2]);
-  const int visible = uniform(metal::max(begins[b], 0));
+  const int visible = same_in_simdgroup(metal::max(begins[b], 0));
   // A split's keys are cut into equal shares, the last simdgroup's the newest.
   const int share = sizes[4] / SIMDGROUPS;
   const int begin = split * sizes[4] + simdgroup * share, end = metal::min(sizes[5], begin + share);
@@ -89,7 +89,7 @@ template <typename T, typename O, int D, int HEADS, int SIMDGROUPS, bool SPLIT, 
   for (short h = 0; h < HEADS; h++) {
     left[h] = 0;
   }
-  if (uniform(key.in_vectors() && value.in_vectors())) {
+  if (same_in_simdgroup(key.in_vectors() && value.in_vectors())) {
     break_off<true, AHEAD>(query, left, key, value, begin, end, visible, scale_log2, lane);
   } else {
     break_off<false, false>(query, left, key, value, begin, end, visible, scale_log2, lane);
