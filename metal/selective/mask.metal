@@ -9,7 +9,7 @@
 
 // q (B, H, T, D) and k (B, Hkv, N, D), row-contiguous, of which head 0 is read; query_positions (B, TP) and
 // key_positions (B, P), negative for padding and beyond the last, TP and P whole blocks of ALIGN and BK;
-// before (B, P), F of earlier queries; through (B, TP / ALIGN, P), what the blocks up to each one add; sizes
+// before (B, P), F of earlier queries; sums (B, TP / ALIGN, P), what each block adds, or, if SUMMED, all up to it; sizes
 // {T, N, H, Hkv, start, rows, width}: the chunk is the `rows` queries from `start` on, a multiple of
 // ALIGN, which see nothing from key `width` on, a multiple of BK; numbers {scale, tau}.
 //   mask (B, rows, width) or more  -F / scale as query i sees key j, -inf where it does not see it. Not written
@@ -19,14 +19,14 @@
 // output, is there. The caller makes sure that nobody else looks at it.
 // Grid: ceil(width / KEYS), ceil(rows / ALIGN), B threadgroups of KEYS / 16 simdgroups. ALIGN, BK: the
 // blocks of queries, a multiple of R, and of keys in which the mask is read.
-template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, bool REMAINING, bool AGAIN>
+template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, bool SUMMED, bool REMAINING, bool AGAIN>
 [[kernel]] void selective_mask(
     const device T* q [[buffer(0)]],
     const device T* k [[buffer(1)]],
     const device int* query_positions [[buffer(2)]],
     const device int* key_positions [[buffer(3)]],
     const device float* before [[buffer(4)]],
-    const device float* through [[buffer(5)]],
+    const device float* sums [[buffer(5)]],
     const device M* room [[buffer(6)]],
     const device T* read [[buffer(7)]],
     const constant int* sizes [[buffer(8)]],
@@ -58,7 +58,6 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
   const device T* query = q + (b * sizes[2] * queries + sizes[4]) * D;
   const device int* own = query_positions + b * blocks * ALIGN + sizes[4];
   const int earlier = (sizes[4] + from) / ALIGN; // blocks of queries
-  const device float* added = through + (b * blocks + earlier - 1) * pitch;
   device M* const out = AGAIN ? (device M*)(room) : mask;
 
   Cols<C> F;
@@ -67,8 +66,13 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
   for (short i = 0; i < F.SIZE; i++) {
     const int at = mine + F.col(i, lane);
     F[i] = inside ? before[b * pitch + at] : 0.0f;
-    F[i] += inside && earlier > 0 ? added[at] : 0.0f;
     key[i] = inside ? key_positions[b * pitch + at] : -1;
+  }
+  for (int block = SUMMED ? metal::max(earlier - 1, 0) : 0; block < earlier; block++) {
+#pragma unroll
+    for (short i = 0; i < F.SIZE; i++) {
+      F[i] += inside ? sums[(b * blocks + block) * pitch + mine + F.col(i, lane)] : 0.0f;
+    }
   }
   copy_block<KEYS, D, THREADS>(ks, k + (b * sizes[3] * keys + first) * D, D, keys - first, index);
 

@@ -82,13 +82,16 @@ METAL_FUNC void copy_block(
         copy_vector(destination + i * STEP * To::PITCH, full ? source + down * ld : source, full);
       }
     }
-  } else if constexpr (THREADS % 8 == 0 && VECTORS % (THREADS / 8) == 0 && ROWS % 8 == 0 &&
+  } else if constexpr (THREADS % 8 == 0 && THREADS / 8 <= VECTORS && ROWS % 8 == 0 &&
                        is_in_order<Order>()) {
     // Eight rows at a time, in parts: again a thread keeps its row of eight, by which rows are swizzled.
     const int row = index % 8;
 #pragma unroll
     for (int first = 0; first < VECTORS; first += THREADS / 8) {
       const int vector = index / 8 + first;
+      if (VECTORS % (THREADS / 8) != 0 && vector >= VECTORS) {
+        break;
+      }
       threadgroup T* to = destination + To::at(row, vector);
       const device T* from = source + row * ld + vector * To::WIDTH;
 #pragma unroll

@@ -1,5 +1,7 @@
 """What all methods share: shapes, and query heads that share key heads."""
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 
@@ -9,27 +11,34 @@ def check_heads(q: mx.array, k: mx.array, v: mx.array) -> None:
     Raises:
         ValueError: naming the arrays and what does not fit.
     """
-    if not all(mx.issubdtype(array.dtype, mx.floating) for array in (q, k, v)):
-        raise ValueError(f"q, k and v must be floating, got {q.dtype}, {k.dtype} and {v.dtype}.")
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(
-            f"q, k and v need four axes (batch, heads, length, head size); "
-            f"got {q.shape}, {k.shape} and {v.shape}."
-        )
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k {k.shape} and v {v.shape} differ in batch, heads or length.")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {q.shape} and k {k.shape} differ in batch or head size.")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads; "
+    wrong = _what_is_wrong(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
+    if wrong:
+        raise ValueError(wrong)
+
+
+# kept: a model asks the same for every layer and token
+@lru_cache(maxsize=1024)
+def _what_is_wrong(q, k, v, *dtypes) -> str:
+    """What does not fit of three shapes and three dtypes; "" if all does."""
+    if not all(mx.issubdtype(dtype, mx.floating) for dtype in dtypes):
+        return "q, k and v must be floating, got {}, {} and {}.".format(*dtypes)
+    if not len(q) == len(k) == len(v) == 4:
+        return f"q, k and v need four axes (batch, heads, length, head size); got {q}, {k} and {v}."
+    if k[:3] != v[:3]:
+        return f"k {k} and v {v} differ in batch, heads or length."
+    if q[0] != k[0] or q[3] != k[3]:
+        return f"q {q} and k {k} differ in batch or head size."
+    if q[1] % k[1]:
+        return (
+            f"{q[1]} query heads cannot share {k[1]} key heads; "
             "the first must be a multiple of the second."
         )
-    if not 1 <= q.shape[2] <= k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} queries need at least one and at most as many as the {k.shape[2]} keys "
+    if not 1 <= q[2] <= k[2]:
+        return (
+            f"{q[2]} queries need at least one and at most as many as the {k[2]} keys "
             "(their own keys are among them)."
         )
+    return ""
 
 
 def head_logits(q: mx.array, k: mx.array) -> mx.array:

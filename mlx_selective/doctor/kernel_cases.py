@@ -230,7 +230,7 @@ CHECKS = (
         timed=(1, 16, 4096),
         arguments=_one_stick,
         kernel=lambda q, k, v: stick_breaking_decode.stick_breaking_decode(
-            q, k, v, scale=_scale(q), attend_current=False, plain=None
+            q, k, v, scale=_scale(q), attend_current=False, definition=None
         ),
         plain=lambda q, k, v: plain_stick_breaking(q, k, v, scale=_scale(q), attend_current=False),
         truth=_true_stick_breaking,

@@ -1,6 +1,8 @@
 """Whether a kernel runs or plain MLX: one decision for each call, on record with its reason."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -31,7 +33,7 @@ def choose_backend(kernel: Kernel, why_plain: Callable[[], str]) -> str | None:
     return None
 
 
-def why_not_array(array: mx.array, head_sizes: Sequence[int]) -> str:
+def why_not_array(array: mx.array, head_sizes: tuple[int, ...]) -> str:
     """Why a kernel for heads does not take an array: its axes, dtype, head size or length.
 
     Args:
@@ -41,18 +43,10 @@ def why_not_array(array: mx.array, head_sizes: Sequence[int]) -> str:
     Returns:
         The reason, "" if there is none.
     """
-    if array.ndim != 4:
-        return f"{array.ndim} axes, not (B, H, T, D)"
-    if array.dtype not in FLOATS:
-        return f"dtype {str(array.dtype).removeprefix('mlx.core.')}"
-    if array.shape[-1] not in head_sizes:
-        return f"head size {array.shape[-1]}"
-    if array.size >= 2**31:
-        return f"{array.size} elements, more than 32 bits count"
-    return ""
+    return _why_not(array.shape, array.dtype, head_sizes)
 
 
-def why_not_heads(q: mx.array, k: mx.array, v: mx.array, head_sizes: Sequence[int]) -> str:
+def why_not_heads(q: mx.array, k: mx.array, v: mx.array, head_sizes: tuple[int, ...]) -> str:
     """Why a kernel does not take queries, keys and values together.
 
     Args:
@@ -64,10 +58,30 @@ def why_not_heads(q: mx.array, k: mx.array, v: mx.array, head_sizes: Sequence[in
     Returns:
         The reason, "" if there is none.
     """
-    for array in (q, k, v):
-        reason = why_not_array(array, head_sizes)
+    return _why_not_together(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, head_sizes)
+
+
+# Kept: a model asks the same for every layer and token.
+
+
+@lru_cache(maxsize=1024)
+def _why_not(shape, dtype, head_sizes) -> str:
+    if len(shape) != 4:
+        return f"{len(shape)} axes, not (B, H, T, D)"
+    if dtype not in FLOATS:
+        return f"dtype {str(dtype).removeprefix('mlx.core.')}"
+    if shape[-1] not in head_sizes:
+        return f"head size {shape[-1]}"
+    size = math.prod(shape)
+    return f"{size} elements, more than 32 bits count" if size >= 2**31 else ""
+
+
+@lru_cache(maxsize=1024)
+def _why_not_together(q, k, v, q_dtype, k_dtype, v_dtype, head_sizes) -> str:
+    for shape, dtype in ((q, q_dtype), (k, k_dtype), (v, v_dtype)):
+        reason = _why_not(shape, dtype, head_sizes)
         if reason:
             return reason
-        if array.dtype != q.dtype or array.shape[-1] != q.shape[-1]:
+        if dtype != q_dtype or shape[-1] != q[-1]:
             return "queries, keys and values differ in dtype or head size"
     return ""

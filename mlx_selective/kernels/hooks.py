@@ -61,6 +61,11 @@ def outputs_start_as(value: float) -> Iterator[None]:
         _poison.pop()
 
 
+def is_watched() -> bool:
+    """Whether anything of this module holds now."""
+    return bool(_launchers or _records or _poison)
+
+
 def current_launcher() -> Callable | None:
     """The launcher of :func:`launched_by`, if there is one."""
     return _launchers[-1] if _launchers else None

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .backend import find_backend
 from .errors import KernelError
-from .hooks import current_launcher, first_value, note
+from .hooks import current_launcher, first_value, is_watched, note
 from .signature import CONSTANT_BELOW, TYPES, Buffer
 from .source import KERNEL_FOLDER, KernelSource, read_kernel
 
@@ -210,10 +210,8 @@ class Launch:
         self._shared_memory = shared_memory
         self._call = call
         self._numbers = numbers
-        self._checked = False
-        # MLX itself can copy all inputs that are not row-contiguous, or none
-        declared = kernel.source.signature.inputs
-        self._copied = [bool(kernel.strided) and one.name not in kernel.strided for one in declared]
+        self._copied: list[bool] | None = None
+        self._built = None
 
     def __call__(self, *inputs: mx.array) -> list[mx.array]:
         """The outputs, in the file's order, not evaluated yet.
@@ -224,20 +222,34 @@ class Launch:
         Raises:
             KernelError: if they are not what the file declares.
         """
-        if not self._checked:
-            arrays = [*inputs, *self._numbers]
-            self._kernel.check_inputs(arrays, dict(self._call["template"]))
-            self._checked = True
+        if self._copied is None:
+            self._look_at([*inputs, *self._numbers])
         arrays = [
             mx.contiguous(array) if copied else array
             for array, copied in zip(inputs, self._copied, strict=False)
         ]
-        call: dict = self._call
+        arrays += self._numbers
+        if is_watched():
+            return self._call_watched(arrays)
+        if self._built is None:
+            self._built = self._kernel.build(self.backend, self._shared_memory)
+        return self._built(inputs=arrays, **self._call)
+
+    def _look_at(self, arrays: list[mx.array]) -> None:
+        """What has to be known of the inputs, once."""
+        kernel = self._kernel
+        kernel.check_inputs(arrays, dict(self._call["template"]))
+        # MLX itself can copy all inputs that are not row-contiguous, or none
+        declared = kernel.source.signature.inputs
+        self._copied = [bool(kernel.strided) and one.name not in kernel.strided for one in declared]
+
+    def _call_watched(self, arrays: list[mx.array]) -> list[mx.array]:
+        """Where somebody records, poisons outputs or launches by other means."""
+        call = self._call | {"inputs": arrays}
         if first_value() is not None:
-            call = call | {"init_value": first_value()}
+            call["init_value"] = first_value()
         note(lambda: self._kernel.name, self.backend)
         built = self._kernel.build(self.backend, self._shared_memory)
-        call = call | {"inputs": [*arrays, *self._numbers]}
         launcher = current_launcher()
         if launcher is None:
             return built(**call)

@@ -41,6 +41,8 @@ def share_queries(
     share = 2 * nbytes * MASK_SHARE / size
     if B * T * whole(N, blocks.keys) <= share:
         return cut_queries(B, T, N, whole(T, blocks.queries), blocks)
+    # beside F at the start of each block, twice
+    share = max(0, share - 8 * B * whole(N, blocks.keys) * -(-T // blocks.queries) / size)
     least = blocks.queries * -(-THREADGROUPS // (B * H))
     most = max(share / 4, B * least * whole(N, blocks.keys))
     count = len(_fill(B, T, N, most, blocks))

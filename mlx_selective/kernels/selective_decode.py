@@ -94,7 +94,7 @@ def _padded(numbers: tuple[int, ...]) -> mx.array:
 def _prepare(kernels, backend, dtype, shape, keys_shape, scale) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N) = shape, keys_shape
-    heads, simdgroups, keys, splits = share_keys(H // Hkv, N, D, backend)
+    heads, simdgroups, keys, splits = share_keys(H // Hkv, B * H, N, D, backend)
     split, given = splits > 1, [shape, (B, 1)]
     # what a launch does not write has one element
     found = B * H * splits * (D + 2)

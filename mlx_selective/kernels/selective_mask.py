@@ -13,6 +13,8 @@ SUMS = Kernel("selective/sums.metal")
 MASK = Kernel("selective/mask.metal", overwrites=("room",))
 #: tau of the memory loss: F from which on a key counts as forgotten
 TAU = 1.0
+#: blocks of queries up to which the mask's kernel adds up those before each one by itself
+FEW_BLOCKS = 32
 
 
 class MaskBlocks(NamedTuple):
@@ -80,13 +82,15 @@ class Masks:
         self._shape = (q.dtype, q.shape, k.shape[1:3], backend, align, keys, scale)
         self._settings = (dtype, remaining, room)
         (sums,) = _prepare_sums(SUMS, *self._shape)(*self._inputs[:4])
-        self._through = mx.cumsum(sums, axis=1)
+        self._summed = sums.shape[1] > FEW_BLOCKS
+        self._sums = mx.cumsum(sums, axis=1) if self._summed else sums
         self._rooms: list[mx.array] = []
         self._outputs: list[mx.array] = []
 
     def after(self) -> mx.array:
         """F after all queries, (B, P) float32."""
-        return self._inputs[4] + self._through[:, -1]
+        added = self._sums[:, -1] if self._summed else self._sums.sum(axis=1)
+        return self._inputs[4] + added
 
     def form(self, start: int, rows: int, width: int) -> tuple[mx.array, mx.array, mx.array]:
         """The next chunk's mask, of the ``rows`` queries from ``start`` on.
@@ -108,8 +112,9 @@ class Masks:
             if again
             else (_nothing(self._settings[0]), self._inputs[0])
         )
-        launch = _prepare_mask(MASK, start, rows, width, again, *self._settings, *self._shape)
-        mask, remaining = launch(*self._inputs, self._through, room, read)
+        part = start, rows, width, self._summed, again
+        launch = _prepare_mask(MASK, part, *self._settings, *self._shape)
+        mask, remaining = launch(*self._inputs, self._sums, room, read)
         self._rooms.append(room if again else mask)
         return self._rooms[-1], mask, remaining
 
@@ -143,9 +148,9 @@ def _prepare_sums(kernel, q_dtype, shape, keys_shape, backend, align, block, sca
 
 @lru_cache(maxsize=512)
 def _prepare_mask(
-    kernel, start, rows, width, again, dtype, remaining, room, q_dtype, shape, keys_shape, *others
+    kernel, part, dtype, remaining, room, q_dtype, shape, keys_shape, backend, align, block, scale
 ) -> Launch:
-    (B, H, T, D), (Hkv, N), (backend, align, block, scale) = shape, keys_shape, others
+    (B, H, T, D), (Hkv, N), (start, rows, width, summed, again) = shape, keys_shape, part
     sizes = BLOCKS[backend, q_dtype.size]
     numbers = T, N, H, Hkv, start, rows, width
     return kernel.prepare(
@@ -157,6 +162,7 @@ def _prepare_mask(
             "R": sizes.rows,
             "ALIGN": align,
             "BK": block,
+            "SUMMED": summed,
             "REMAINING": remaining,
             "AGAIN": again,
         },

@@ -8,11 +8,12 @@ import mlx.core as mx
 ELEMENTS = 320
 #: simdgroups of a threadgroup at most: each of its threads may need 255 registers on CUDA
 SIMDGROUPS = 8
-#: by backend, keys that one threadgroup goes through where no other takes part, and where some do
-ALONE = {"metal": 512, "cuda": 1024}
-SPLIT = {"metal": 512, "cuda": 512}
-#: splits at most, so that joining them is short
-MOST_SPLITS = 64
+#: by backend, keys up to which one threadgroup goes through all: a second launch takes longer
+ALONE = {"metal": 512, "cuda": 4096}
+#: keys of a split at least; splits at most, so that joining them is short
+SPLIT, MOST_SPLITS = 512, 64
+#: by backend, threadgroups from which on more splits gain nothing
+ENOUGH = {"metal": 2048, "cuda": 128}
 
 
 class Splits(NamedTuple):
@@ -24,11 +25,12 @@ class Splits(NamedTuple):
     count: int
 
 
-def share_keys(group: int, keys: int, head_size: int, backend: str) -> Splits:
+def share_keys(group: int, queries: int, keys: int, head_size: int, backend: str) -> Splits:
     """Splits for ``keys`` keys, each of which ``group`` query heads read.
 
     Args:
         group: H / Hkv.
+        queries: B times H.
         keys: N.
         head_size: D.
         backend: that the kernel runs on.
@@ -40,7 +42,8 @@ def share_keys(group: int, keys: int, head_size: int, backend: str) -> Splits:
     step = 32 * simdgroups
     if keys <= ALONE[backend]:
         return Splits(heads, simdgroups, -(-keys // step) * step, 1)
-    each = max(SPLIT[backend], step * -(-keys // (MOST_SPLITS * step)))
+    most = min(MOST_SPLITS, max(1, ENOUGH[backend] * heads // queries))
+    each = max(SPLIT, step * -(-keys // (most * step)))
     return Splits(heads, simdgroups, each, -(-keys // each))
 
 

@@ -23,7 +23,7 @@ def stick_breaking_decode(
     *,
     scale: float,
     attend_current: bool,
-    plain: Callable,
+    definition: Callable,
     begins: mx.array | None = None,
     output_dtype: mx.Dtype | None = None,
 ) -> tuple[mx.array, mx.array] | None:
@@ -38,8 +38,8 @@ def stick_breaking_decode(
         v: (B, Hkv, N, D).
         scale: multiplies the logits.
         attend_current: whether the query's own key takes the first share.
-        plain: the same in plain MLX, for the gradients: a function of q, k, v and, where they are
-            given, begins.
+        definition: the same in plain MLX, for the gradients:
+            ``definition(q, k, v, scale=, attend_current=, begins=, output_dtype=)``.
         begins: (B,), int32: the first visible key of each row, as left padding leaves it; None
             where all are visible. Keys before it are not read, but for those in one block with it.
         output_dtype: float32, float16 or bfloat16; None for q's.
@@ -54,16 +54,26 @@ def stick_breaking_decode(
     backend = choose_backend(DECODE, partial(_why_plain, q, k, v, begins))
     if backend is None:
         return None
+    kernels, dtypes = (DECODE, COMBINE), (q.dtype, output_dtype or q.dtype)
+    function = _function(definition, kernels, backend, dtypes, float(scale), attend_current)
+    return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
+
+
+@lru_cache(maxsize=32)
+def _function(definition, kernels, backend, dtypes, scale, attend_current) -> Callable:
+    """Of q, k, v and perhaps begins, with derivatives."""
+    options = {"scale": scale, "attend_current": attend_current, "output_dtype": dtypes[1]}
+
+    def plain(q, k, v, begins=None):
+        return list(definition(q, k, v, begins=begins, **options))
 
     def forward(q, k, v, begins=None):
         shapes, end = (q.shape, k.shape[1:3]), k.shape[2] - (not attend_current)
-        kernels, dtypes = (DECODE, COMBINE), (q.dtype, output_dtype or q.dtype)
-        first, second = _prepare(kernels, backend, dtypes, *shapes, end, float(scale))
+        first, second = _prepare(kernels, backend, dtypes, *shapes, end, scale)
         out, remainder = first(q, k, v, device_begins(begins, q.shape[0]))
         return [out, remainder] if second is None else second(remainder)
 
-    function = with_gradient_of(plain, forward)
-    return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
+    return with_gradient_of(plain, forward)
 
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array, begins: mx.array | None) -> str:
@@ -80,7 +90,7 @@ def _prepare(
 ) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N), (dtype, output_dtype) = shape, keys_shape, dtypes
-    heads, simdgroups, keys, splits = share_keys(H // Hkv, N, D, backend)
+    heads, simdgroups, keys, splits = share_keys(H // Hkv, B * H, N, D, backend)
     split, given = splits > 1, [shape, (B, H, 1)]
     sizes = (N, H, Hkv, splits, keys, end)
     first = kernels[0].prepare(

@@ -140,7 +140,7 @@ def test_begins_that_are_not_one_integer_a_row(begins):
     with pytest.raises(ValueError, match="begins must be integers, one for each of 2 rows; got"):
         stick_breaking_attention(*normal(B=2), scale=0.3, begins=begins)
     with launching(), record() as ran:
-        options = {"scale": 0.3, "attend_current": True, "plain": None, "begins": begins}
+        options = {"scale": 0.3, "attend_current": True, "definition": None, "begins": begins}
         assert stick_breaking_decode(*normal(T=1, B=2), **options) is None
     assert ran[0].reason.startswith("begins of shape")
 

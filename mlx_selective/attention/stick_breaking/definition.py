@@ -103,14 +103,15 @@ def _checked_begins(begins, rows):
 
 def _by_kernel(q, k, v, begins, scale, attend_current, output_dtype):
     """The output and the remainder, or None where no kernel applies."""
-    options = {"scale": scale, "attend_current": attend_current, "output_dtype": output_dtype}
-    if q.shape[2] > 1:
-        return stick_breaking(q, k, v, definition=plain_stick_breaking, begins=begins, **options)
-
-    def plain(q, k, v, begins=None):
-        return list(plain_stick_breaking(q, k, v, begins=begins, **options))
-
-    return stick_breaking_decode(q, k, v, plain=plain, begins=begins, **options)
+    kernels = stick_breaking if q.shape[2] > 1 else stick_breaking_decode
+    return kernels(
+        *(q, k, v),
+        scale=scale,
+        definition=plain_stick_breaking,
+        attend_current=attend_current,
+        begins=begins,
+        output_dtype=output_dtype,
+    )
 
 
 def plain_stick_breaking(
