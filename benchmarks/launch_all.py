@@ -2,7 +2,10 @@
 
 For a checker of memory and races to watch:
 ``compute-sanitizer --tool memcheck python benchmarks/launch_all.py``, and ``--tool racecheck``.
+``--dtypes`` takes some of them only.
 """
+
+import argparse
 
 import mlx.core as mx
 
@@ -20,8 +23,11 @@ LENGTHS = [(1, 7), (33, 127), (150, 200)]
 
 def main() -> None:
     """Prints how many launches there were."""
+    names = {str(dtype).removeprefix("mlx.core."): dtype for dtype in FLOATS}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtypes", default=list(names), choices=list(names), nargs="+")
     launches = []
-    for dtype in FLOATS:
+    for dtype in (names[name] for name in parser.parse_args().dtypes):
         launches.append(tile_words(*(normal((32, 64), dtype) for _ in range(3))))
         for D in HEAD_SIZES:
             x, tau = normal((2, 11, 3, D), dtype).swapaxes(1, 2), mx.ones((2, 3, 11, 1))
