@@ -15,6 +15,7 @@ from mlx_selective.attention.ssa.definition import multiply_rows
 from mlx_selective.kernels import ssa_temperature
 from mlx_selective.kernels.causal_attention import HEAD_SIZES, causal_attention
 from mlx_selective.kernels.choice import FLOATS
+from mlx_selective.kernels.selective import selective
 from mlx_selective.kernels.tile_words import tile_words
 
 #: queries and keys
@@ -38,8 +39,13 @@ def main() -> None:
                 launches.append(causal_attention(8 * q, k, v, scale=D**-0.5))
                 launches += selective_attention(q, k, v, scale=D**-0.5, return_remaining=True)
                 launches += stick_breaking_attention(q, k, v, scale=D**-0.5)
+            # chunks of queries, of which the third takes the first one's room for its mask
+            q, k, v = (normal((1, h, 400, D), dtype) for h in (2, 1, 1))
+            token = mx.arange(400)[None]
+            own = {"query_positions": token, "key_positions": token, "plain": None, "chunk": 1}
+            launches += selective(q, k, v, mx.zeros((1, 400)), scale=D**-0.5, **own)
             # a cache of one split, and of several
-            for N in (40, 1100):
+            for N in (40, 4200):
                 q, k, v = (normal((2, h, n, D), dtype) for h, n in ((4, 1), (2, N), (2, N)))
                 positions = mx.broadcast_to(mx.arange(N), (2, N))
                 launches += selective_step(
