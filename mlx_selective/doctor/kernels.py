@@ -14,6 +14,9 @@ from .kernel_cases import CHECKS, KernelCheck
 
 #: What a kernel's RMS-relative error may have beyond twice that of plain MLX in its dtype.
 FLOORS = {mx.float32: 2e-7, mx.float16: 1e-4, mx.bfloat16: 1e-3}
+#: A remainder is a product of hundreds of factors, whose exponentials a GPU knows to two ulp and
+#: whose logits CUDA's matrix unit truncates as it adds: 8e-7 was seen on an H200.
+REMAINDER_FLOOR = 2e-6
 #: What plain MLX's own error counts at most: where it rounds float32 products to TF32, a kernel
 #: may not.
 CAPS = {mx.float32: 1e-6, mx.float16: 2e-3, mx.bfloat16: 2e-2}
@@ -48,7 +51,8 @@ def check_kernels() -> bool:
             lines = lines if good[-1] else REPEATED_LINES
     print("\nerror: root mean square against NumPy float64, relative; plain: the same of plain MLX")
     floors = ", ".join(f"{floor:g} in {_name(dtype)}" for dtype, floor in FLOORS.items())
-    print(f"allowed: twice plain plus {floors} (the result's dtype); ms: median of one call")
+    print(f"allowed: twice plain plus {floors} (the result's dtype), {REMAINDER_FLOOR:g} for")
+    print("remainders; ms: median of one call")
     print(f"{sum(good)} of {len(good)} ok")
     return all(good)
 
@@ -99,7 +103,8 @@ def _errors(check: KernelCheck, dtype: mx.Dtype, size: int) -> Errors:
 def _judged(name: str, result: mx.array, plain: mx.array, truth: np.ndarray) -> Errors:
     """One result beside plain MLX and the truth; its own dtype decides what is allowed."""
     of_plain = _error(plain, truth)
-    allowed = 2 * min(of_plain, CAPS[result.dtype]) + FLOORS[result.dtype]
+    allowed = 2 * min(of_plain, CAPS[result.dtype])
+    allowed += REMAINDER_FLOOR if name == "remainder" else FLOORS[result.dtype]
     return Errors(name, _error(result, truth), of_plain, allowed)
 
 

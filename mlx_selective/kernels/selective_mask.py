@@ -119,7 +119,11 @@ class Masks:
         return self._rooms[-1], mask, remaining
 
     def used_for(self, output: mx.array) -> None:
-        """Says which array is there once the last chunk's mask is not needed any more."""
+        """Says which array is there once the last chunk's mask is not needed any more.
+
+        Args:
+            output: the chunk's (B, H, rows, D).
+        """
         self._outputs.append(output)
 
 

@@ -9,7 +9,7 @@ from covering import covering
 from feeding import ROUNDING, Row, decode, difference, feed, left_padded_cache, merged, read_prompts
 from methods import error, float64
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
-from place import BACKEND, FLOORS, host_only, launching
+from place import BACKEND, FACTORS, FLOORS, host_only, launching
 from stick_breaking_cases import definition, normal, shifted
 from test_methods_through_kernels import CHUNKS, STICKS, plainly
 from test_selective_kernel import names
@@ -41,7 +41,7 @@ def check(q, k, v, begins, own, found):
     truth = definition(*map(float64, (q, k, v)), scale, own, np.array(begins))
     assert error(found[0], truth[0]) <= 2 * error(plain[0], truth[0]) + FLOORS[q.dtype]
     worst = np.abs(float64(plain[1]) - truth[1]).max()
-    assert np.abs(float64(found[1]) - truth[1]).max() <= 2 * worst + 4e-7
+    assert np.abs(float64(found[1]) - truth[1]).max() <= 2 * worst + max(4e-7, FACTORS)
     padding = keys - q.shape[2] + mx.arange(q.shape[2]) < begins[:, None]
     for results in (found, plain):
         assert not mx.where(padding[:, None, :, None], results[0], 0).any()

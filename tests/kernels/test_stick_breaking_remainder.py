@@ -15,6 +15,8 @@ from mlx_selective import stick_breaking_attention
 from mlx_selective.kernels import outputs_start_as, record
 
 HALVES = [mx.float16, mx.bfloat16]
+#: weights and outputs are both rounded on CUDA
+ROUNDED = {dtype: (1 + (BACKEND == "cuda")) * floor for dtype, floor in FLOORS.items()}
 halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
 forms = pytest.mark.parametrize("form", FORMS)
 
@@ -52,7 +54,7 @@ def test_a_float32_output_is_the_same_before_it_is_rounded(queries, keys, dtype)
     assert (rounded.dtype, exact.dtype) == (dtype, mx.float32) and mx.array_equal(left, same)
     assert mx.array_equal(exact.astype(dtype), rounded) and not mx.array_equal(exact, rounded)
     truth, _ = definition(*map(float64, arrays), 0.125, begins=[3])
-    assert error(exact, truth) < (FLOORS[dtype] if BACKEND == "cuda" else 1e-6)
+    assert error(exact, truth) < (ROUNDED[dtype] if BACKEND == "cuda" else 1e-6)
 
 
 @halves
@@ -121,7 +123,7 @@ def test_gradients_are_those_of_the_definition(dtype, queries, monkeypatch):
         ours = gradients()
         mx.eval(ours)
     for one, other in zip(ours, plainly(monkeypatch, gradients), strict=True):
-        assert one.dtype == dtype and error(one, float64(other)) <= FLOORS[dtype]
+        assert one.dtype == dtype and error(one, float64(other)) <= ROUNDED[dtype]
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.float64, "float32"], ids=str)
