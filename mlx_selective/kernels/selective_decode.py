@@ -30,8 +30,8 @@ def selective_decode(
 ) -> list[mx.array] | None:
     """One token of each row, by the kernels of ``metal/selective``, where they apply.
 
-    One launch, two where there are more than 512 keys (arXiv 2410.02703: attention, F, and the
-    choice of context pruning).
+    One launch, two beyond 512 keys on Metal and 4096 on CUDA (arXiv 2410.02703: attention, F,
+    and the choice of context pruning).
 
     Args:
         q: (B, H, 1, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.

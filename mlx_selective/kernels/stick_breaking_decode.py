@@ -29,8 +29,8 @@ def stick_breaking_decode(
 ) -> tuple[mx.array, mx.array] | None:
     """One token of each row, by the kernels of ``metal/stick_breaking``, where they apply.
 
-    One launch, two where there are more than 512 keys (arXiv 2410.17980). Keys are read newest
-    first by each simdgroup, until at most 2^-29 is left of its stick.
+    One launch, two beyond 512 keys on Metal and 4096 on CUDA (arXiv 2410.17980). Keys are read
+    newest first by each simdgroup, until at most 2^-29 is left of its stick.
 
     Args:
         q: (B, H, 1, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.
