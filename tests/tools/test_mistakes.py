@@ -278,7 +278,7 @@ def test_a_training_that_is_ended(folder, environment, sent, code):
         time.sleep(0.1)
     time.sleep(0.3)
     process.send_signal(sent)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == code
     assert b"Traceback" not in errors
     assert (b"\nmlx-selective lora: interrupted.\n" in errors) == (sent == signal.SIGINT)
