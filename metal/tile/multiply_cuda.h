@@ -193,7 +193,7 @@ struct Operand {
   static constexpr int DEPTH = K;
   typename Unit::Word x[R / 16 * (K / Unit::DEPTH) * 4];
 
-  METAL_FUNC void fragment(typename Unit::Word* f, short i, short k, ushort) const {
+  METAL_FUNC void piece(typename Unit::Word* f, short i, short k, ushort) const {
 #pragma unroll
     for (short e = 0; e < 4; e++) {
       f[e] = x[(i * (K / Unit::DEPTH) + k) * 4 + e];
@@ -222,7 +222,7 @@ struct Staged {
   static constexpr int DEPTH = K;
   const T* rows;
 
-  METAL_FUNC void fragment(typename Unit::Word* f, short i, short k, ushort index) const {
+  METAL_FUNC void piece(typename Unit::Word* f, short i, short k, ushort index) const {
     Unit::template left<K>(f, rows, i * 16, k * Unit::DEPTH, index);
   }
 };
@@ -248,7 +248,7 @@ METAL_FUNC void multiply_transposed(
     typename Unit::Word left[R / 16][4];
 #pragma unroll
     for (short i = 0; i < R / 16; i++) {
-      a.fragment(left[i], i, k, index);
+      a.piece(left[i], i, k, index);
     }
 #pragma unroll
     for (short j = 0; j < C / 16; j++) {
@@ -256,8 +256,8 @@ METAL_FUNC void multiply_transposed(
       Unit::template right_transposed<A::DEPTH>(right, b, j * 16, k * Unit::DEPTH, index);
 #pragma unroll
       for (short i = 0; i < R / 16; i++) {
-        Unit::multiply_accumulate(s.fragment(i, 2 * j), left[i], right);
-        Unit::multiply_accumulate(s.fragment(i, 2 * j + 1), left[i], right + 2);
+        Unit::multiply_accumulate(s.piece(i, 2 * j), left[i], right);
+        Unit::multiply_accumulate(s.piece(i, 2 * j + 1), left[i], right + 2);
       }
     }
   }
@@ -272,7 +272,7 @@ METAL_FUNC void multiply(Tile<R, C>& o, const A& a, const typename A::Element* b
     typename Unit::Word left[R / 16][4];
 #pragma unroll
     for (short i = 0; i < R / 16; i++) {
-      a.fragment(left[i], i, k, index);
+      a.piece(left[i], i, k, index);
     }
 #pragma unroll
     for (short j = 0; j < C / 16; j++) {
@@ -280,8 +280,8 @@ METAL_FUNC void multiply(Tile<R, C>& o, const A& a, const typename A::Element* b
       Unit::template right<C>(right, b, k * Unit::DEPTH, j * 16, index);
 #pragma unroll
       for (short i = 0; i < R / 16; i++) {
-        Unit::multiply_accumulate(o.fragment(i, 2 * j), left[i], right);
-        Unit::multiply_accumulate(o.fragment(i, 2 * j + 1), left[i], right + 2);
+        Unit::multiply_accumulate(o.piece(i, 2 * j), left[i], right);
+        Unit::multiply_accumulate(o.piece(i, 2 * j + 1), left[i], right + 2);
       }
     }
   }
@@ -297,7 +297,7 @@ METAL_FUNC void load_block(Tile<R, C>& s, const T* block, ushort index) {
     for (short j = 0; j < C / Unit::DEPTH; j++) {
       typename Unit::Word f[4];
       Unit::template left<C>(f, block, i * 16, j * Unit::DEPTH, index);
-      Unit::to_accumulators(s.fragment(i, j * (Unit::DEPTH / 8)), f);
+      Unit::to_accumulators(s.piece(i, j * (Unit::DEPTH / 8)), f);
     }
   }
 }

@@ -24,7 +24,7 @@ struct Operand {
   static constant constexpr const int DEPTH = K;
   float x[R / 8 * (K / 8) * 2];
 
-  METAL_FUNC void fragment(thread float* f, short i, short k, ushort) const {
+  METAL_FUNC void piece(thread float* f, short i, short k, ushort) const {
     f[0] = x[(i * (K / 8) + k) * 2];
     f[1] = x[(i * (K / 8) + k) * 2 + 1];
   }
@@ -52,7 +52,7 @@ struct Staged {
   static constant constexpr const int DEPTH = K;
   const threadgroup T* rows;
 
-  METAL_FUNC void fragment(thread float* f, short i, short k, ushort index) const {
+  METAL_FUNC void piece(thread float* f, short i, short k, ushort index) const {
     const Lane lane(index);
     const threadgroup T* pair = rows + (i * 8 + lane.row) * Block<T, K>::PITCH + k * 8 + lane.col;
     f[0] = float(pair[0]);
@@ -88,8 +88,8 @@ METAL_FUNC void multiply_transposed(
 #pragma unroll
       for (short i = 0; i < R / 8; i++) {
         float left[2];
-        a.fragment(left, i, k, index);
-        multiply_accumulate(s.fragment(i, j), left, right);
+        a.piece(left, i, k, index);
+        multiply_accumulate(s.piece(i, j), left, right);
       }
     }
   }
@@ -113,8 +113,8 @@ METAL_FUNC void multiply(
 #pragma unroll
       for (short i = 0; i < R / 8; i++) {
         float left[2];
-        a.fragment(left, i, k, index);
-        multiply_accumulate(o.fragment(i, j), left, right);
+        a.piece(left, i, k, index);
+        multiply_accumulate(o.piece(i, j), left, right);
       }
     }
   }

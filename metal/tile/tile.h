@@ -45,8 +45,8 @@ struct Tile {
   }
   METAL_FUNC thread float& operator[](short e) { return x[e]; }
   METAL_FUNC float operator[](short e) const { return x[e]; }
-  METAL_FUNC thread float* fragment(short i, short j) { return x + index(i, j); }
-  METAL_FUNC const thread float* fragment(short i, short j) const { return x + index(i, j); }
+  METAL_FUNC thread float* piece(short i, short j) { return x + index(i, j); }
+  METAL_FUNC const thread float* piece(short i, short j) const { return x + index(i, j); }
 
   METAL_FUNC short row(short e, Lane lane) const {
     return e / (COLS * Fragment::SIZE) * Fragment::ROWS + e % Fragment::SIZE / 2 * 8 + lane.row;

@@ -200,8 +200,8 @@ class Kernel:
 class Launch:
     """A kernel with all that one of its launches needs but the arrays.
 
-    Made by :meth:`Kernel.prepare`, for calls whose inputs do not differ in shape and dtype: only
-    the first one's are checked.
+    Made by :meth:`Kernel.prepare`, for calls whose inputs do not differ in shape: they are checked
+    in the first call, and where dtypes are others than in the call before.
     """
 
     def __init__(self, kernel: Kernel, backend: str, shared_memory: int, call: dict, numbers: list):
@@ -210,7 +210,8 @@ class Launch:
         self._shared_memory = shared_memory
         self._call = call
         self._numbers = numbers
-        self._copied: list[bool] | None = None
+        self._dtypes: list[mx.Dtype] | None = None
+        self._copied: list[bool] = []
         self._built = None
 
     def __call__(self, *inputs: mx.array) -> list[mx.array]:
@@ -222,8 +223,10 @@ class Launch:
         Raises:
             KernelError: if they are not what the file declares.
         """
-        if self._copied is None:
+        dtypes = [array.dtype for array in inputs]
+        if dtypes != self._dtypes:
             self._look_at([*inputs, *self._numbers])
+            self._dtypes = dtypes
         arrays = [
             mx.contiguous(array) if copied else array
             for array, copied in zip(inputs, self._copied, strict=False)
@@ -236,7 +239,7 @@ class Launch:
         return self._built(inputs=arrays, **self._call)
 
     def _look_at(self, arrays: list[mx.array]) -> None:
-        """What has to be known of the inputs, once."""
+        """What has to be known of the inputs."""
         kernel = self._kernel
         kernel.check_inputs(arrays, dict(self._call["template"]))
         # MLX itself can copy all inputs that are not row-contiguous, or none

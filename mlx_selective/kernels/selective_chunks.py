@@ -38,7 +38,7 @@ def share_queries(
     Returns:
         Elements of the largest mask, and the chunks.
     """
-    share = 2 * nbytes * MASK_SHARE / size
+    share = min(2 * nbytes * MASK_SHARE / size, 2**31 - 1)
     if B * T * whole(N, blocks.keys) <= share:
         return cut_queries(B, T, N, whole(T, blocks.queries), blocks)
     # beside F at the start of each block, twice

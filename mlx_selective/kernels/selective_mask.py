@@ -182,4 +182,5 @@ def _prepare_mask(
 @lru_cache(maxsize=4)
 def _nothing(dtype: mx.Dtype) -> mx.array:
     """Stands for a room that is not used."""
-    return mx.zeros((8,), dtype)
+    # no lazy array: it would belong to the thread that asked first
+    return mx.array([0] * 8, dtype)

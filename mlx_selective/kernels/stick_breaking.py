@@ -175,4 +175,5 @@ def device_begins(begins: mx.array | None, rows: int) -> mx.array:
 
 @lru_cache(maxsize=64)
 def _zeros(count: int) -> mx.array:
-    return mx.zeros((count,), mx.int32)
+    # no lazy array: it would belong to the thread that asked first
+    return mx.array([0] * count, mx.int32)

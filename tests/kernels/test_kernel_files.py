@@ -1,10 +1,13 @@
 """Kernel files taken apart: what MLX gets, and every form that it would misread is refused."""
 
+import re
+
 import pytest
 from kernel_files import SCALE_ROWS, changed, write
 
 from mlx_selective.kernels import KernelError, read_kernel
 from mlx_selective.kernels.signature import Buffer
+from mlx_selective.kernels.source import KERNEL_FOLDER
 
 
 def test_a_file_is_taken_apart(tmp_path):
@@ -104,3 +107,12 @@ def test_what_mlx_adds_stands_behind_its_input(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(KernelError, match=r"^no/such.metal cannot be read: No such file"):
         read_kernel("no/such.metal", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p.relative_to(KERNEL_FOLDER).as_posix() for p in KERNEL_FOLDER.rglob("*.metal"))
+)
+def test_names_are_no_words_of_metal(path):
+    """Apple's compiler takes them for a function's qualifier, as it does `kernel`."""
+    source = read_kernel(path)
+    assert not re.search(r"\b(fragment|vertex)\b", source.header + source.body)

@@ -8,7 +8,7 @@ from methods import error, float64
 from mlx_selective.doctor.definitions import attend, softmax
 from mlx_selective.doctor.kernels import FLOORS
 from mlx_selective.kernels import find_backend, outputs_start_as, record, ssa
-from mlx_selective.kernels.causal_attention import HEAD_SIZES, causal_attention
+from mlx_selective.kernels.causal_attention import HEAD_SIZES, _prepare, causal_attention
 from mlx_selective.kernels.tile_words import NAMES, plain_tile_words, tile_words, true_tile_words
 
 pytestmark = pytest.mark.skipif(
@@ -68,6 +68,7 @@ def test_logits_that_rise_from_block_to_block(rise, size, dtype):
 @pytest.mark.parametrize("wide", [1, 3, 6])
 def test_heads_that_are_worked_apart(wide, monkeypatch):
     monkeypatch.setattr("mlx_selective.kernels.blocks.CACHE", wide * 200 * 64 * 4)
+    _prepare.cache_clear()
     rng = np.random.default_rng(0)
     q, k, v = (normal(rng, (3, heads, 200, 64), mx.float32) for heads in (4, 2, 2))
     truth = attend(softmax, *map(float64, (q, k, v)), 0.125)
