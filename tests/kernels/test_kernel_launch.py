@@ -179,3 +179,30 @@ def test_hooks_end_with_an_exception(kernel):
     with launched_by(launcher):
         kernel(**call())
     assert "init_value" not in launcher.calls[0][1]
+
+
+def prepared(kernel):
+    settings = call()
+    settings["numbers"] = [settings.pop("inputs")[-1]]
+    return kernel.prepare(**settings)
+
+
+def test_a_prepared_launch_looks_again_at_other_dtypes(kernel):
+    """The text is compiled for the dtypes of the template: others would be read as these."""
+    x, by, _ = call()["inputs"]
+    launcher = Launcher()
+    with launched_by(launcher):
+        launch = prepared(kernel)
+        launch(x, by)
+        with pytest.raises(KernelError, match="float\\* by, got mlx.core.float16"):
+            launch(x, by.astype(mx.float16))
+        launch(x, by)
+    assert len(launcher.calls) == 2
+
+
+def test_a_launcher_is_told_which_inputs_are_written(tmp_path):
+    launcher = Launcher()
+    with launched_by(launcher):
+        Kernel(write(tmp_path), tmp_path)(**call())
+        Kernel(write(tmp_path), tmp_path, overwrites=("by",))(**call())
+    assert [told.get("overwrites") for _, told in launcher.calls] == [None, ("by",)]
