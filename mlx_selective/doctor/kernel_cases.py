@@ -136,7 +136,7 @@ def _true_selective(q, k, v, F):
 
 def _selective_step(q, k, v, F):
     found = selective_decode.selective_decode(
-        q, k, v, F, evicts=[1] * len(F), plain=None, **_positions(q, k)
+        q, k, v, F, evicts=[1] * len(F), definition=_plain_step, **_positions(q, k)
     )
     return found and [*found[:2], found[2].astype(mx.float32)]
 

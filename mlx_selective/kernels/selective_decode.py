@@ -8,6 +8,7 @@ import mlx.core as mx
 from .blocks import HEAD_SIZES
 from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
+from .graphs import Graphs
 from .kernel import Kernel, Launch
 from .signature import CONSTANT_BELOW
 from .splits import ahead, share_keys
@@ -26,7 +27,7 @@ def selective_decode(
     query_positions: mx.array,
     key_positions: mx.array,
     evicts: Sequence[int],
-    plain: Callable,
+    definition: Callable,
 ) -> list[mx.array] | None:
     """One token of each row, by the kernels of ``metal/selective``, where they apply.
 
@@ -42,7 +43,8 @@ def selective_decode(
         query_positions: (B, 1) int32, negative for padding.
         key_positions: (B, N) int32, negative for padding and empty slots.
         evicts: for each row whether a key is to leave after this token.
-        plain: the same function of q, k, v and F in plain MLX, for the gradients; returns
+        definition: the same in plain MLX, for the gradients:
+            ``definition(q, k, v, F, scale=, query_positions=, key_positions=)``, which returns
             [output, F].
 
     Returns:
@@ -58,18 +60,32 @@ def selective_decode(
     if backend is None:
         return None
 
-    def forward(q, k, v, F):
-        # at least eight of them, as device memory begins with; not copied
-        own = mx.broadcast_to(query_positions, (q.shape[0], CONSTANT_BELOW))
-        kernels = DECODE, COMBINE
-        first, second = _prepare(kernels, backend, q.dtype, q.shape, k.shape[1:3], float(scale))
-        arrays = q, k, v, F, key_positions, own, _padded(tuple(evicts))
-        out, evicted, after, parts = first(*arrays)
-        if second is not None:
-            out, evicted = second(parts)
-        return [out, after, evicted]
+    settings = definition, (DECODE, COMBINE), backend, q.dtype, q.shape, k.shape[1:3], float(scale)
+    evicts = _padded(tuple(evicts))
+    return _graphs(*settings)(q, k, v, F, query_positions, key_positions, evicts)
 
-    return list(with_gradient_of(plain, forward, outputs=2)(q, k, v, F))
+
+def _step(definition, kernels, backend, dtype, shape, keys_shape, scale) -> Callable:
+    """Of the arrays, with derivatives."""
+    first, second = _prepare(kernels, backend, dtype, shape, keys_shape, scale)
+
+    def step(q, k, v, F, query_positions, key_positions, evicts):
+        def forward(q, k, v, F):
+            # at least eight of them, as device memory begins with; not copied
+            own = mx.broadcast_to(query_positions, (shape[0], CONSTANT_BELOW))
+            out, evicted, after, parts = first(q, k, v, F, key_positions, own, evicts)
+            if second is not None:
+                out, evicted = second(parts)
+            return [out, after, evicted]
+
+        state = {"query_positions": query_positions, "key_positions": key_positions}
+        plain = partial(definition, scale=scale, **state)
+        return list(with_gradient_of(plain, forward, outputs=2)(q, k, v, F))
+
+    return step
+
+
+_graphs = Graphs(_step)
 
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:

@@ -8,6 +8,7 @@ import mlx.core as mx
 from .blocks import HEAD_SIZES
 from .choice import choose_backend, why_not_heads
 from .gradient import with_gradient_of
+from .graphs import Graphs
 from .kernel import Kernel, Launch
 from .splits import ahead, share_keys
 from .stick_breaking import device_begins, why_not_begins
@@ -54,26 +55,32 @@ def stick_breaking_decode(
     backend = choose_backend(DECODE, partial(_why_plain, q, k, v, begins))
     if backend is None:
         return None
-    kernels, dtypes = (DECODE, COMBINE), (q.dtype, output_dtype or q.dtype)
-    function = _function(definition, kernels, backend, dtypes, float(scale), attend_current)
+    dtypes, shapes = (q.dtype, output_dtype or q.dtype), (q.shape, k.shape[1:3])
+    function = _graphs(
+        definition, (DECODE, COMBINE), backend, dtypes, *shapes, float(scale), attend_current
+    )
     return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
 
-@lru_cache(maxsize=32)
-def _function(definition, kernels, backend, dtypes, scale, attend_current) -> Callable:
+def _step(
+    definition, kernels, backend, dtypes, shape, keys_shape, scale, attend_current
+) -> Callable:
     """Of q, k, v and perhaps begins, with derivatives."""
     options = {"scale": scale, "attend_current": attend_current, "output_dtype": dtypes[1]}
+    end = keys_shape[1] - (not attend_current)
+    first, second = _prepare(kernels, backend, dtypes, shape, keys_shape, end, scale)
 
     def plain(q, k, v, begins=None):
         return list(definition(q, k, v, begins=begins, **options))
 
     def forward(q, k, v, begins=None):
-        shapes, end = (q.shape, k.shape[1:3]), k.shape[2] - (not attend_current)
-        first, second = _prepare(kernels, backend, dtypes, *shapes, end, scale)
-        out, remainder = first(q, k, v, device_begins(begins, q.shape[0]))
+        out, remainder = first(q, k, v, device_begins(begins, shape[0]))
         return [out, remainder] if second is None else second(remainder)
 
     return with_gradient_of(plain, forward)
+
+
+_graphs = Graphs(_step)
 
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array, begins: mx.array | None) -> str:

@@ -140,9 +140,12 @@ def selective_step(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
-    plain = partial(plain_selective, remaining=False, documents=None, block_size=1, **settings)
-    found = selective_decode(q, k, v, F, evicts=evicts, plain=plain, **settings)
-    return tuple(found) if found else (*plain(q, k, v, F), None)
+    found = selective_decode(q, k, v, F, evicts=evicts, definition=_plain_step, **settings)
+    return tuple(found) if found else (*_plain_step(q, k, v, F, **settings), None)
+
+
+def _plain_step(q, k, v, F, **settings):
+    return plain_selective(q, k, v, F, remaining=False, documents=None, block_size=1, **settings)
 
 
 def plain_selective(
