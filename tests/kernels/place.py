@@ -27,6 +27,16 @@ def launching():
             yield
 
 
+@contextmanager
+def graphs_kept():
+    """With mx.compile, as everybody but these tests runs."""
+    mx.enable_compile()
+    try:
+        yield
+    finally:
+        mx.disable_compile()
+
+
 #: for tests that ask the processor's host what a kernel read, or use Metal's block sizes
 host_only = pytest.mark.skipif(ON_GPU, reason="kernels run on the GPU here, where nobody counts")
 #: relative errors that are none yet; on CUDA weights are rounded to the operands' dtype too

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from place import ON_GPU, launching
+from place import ON_GPU, graphs_kept, launching
 from test_checkpoint_budgets import perplexity
 
 from mlx_selective import load, make_prompt_cache
@@ -41,6 +41,9 @@ def test_greedy_tokens_are_the_plain_paths(name, budget, converted, checkpoints,
         tokens = greedy(model, prompt, budget)
     assert MODELS[name] <= {one.kernel for one in ran if one.backend}
     assert not [one for one in ran if one.backend is None and "attention" in one.kernel]
+    if ON_GPU:  # nobody watches
+        with graphs_kept():
+            assert tokens == greedy(model, prompt, budget)
     monkeypatch.setenv("MLX_SELECTIVE_KERNELS", "off")
     assert tokens == greedy(model, prompt, budget)
 

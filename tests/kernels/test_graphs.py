@@ -6,6 +6,7 @@ import threading
 
 import mlx.core as mx
 import pytest
+from place import graphs_kept
 
 from mlx_selective import stick_breaking_attention
 from mlx_selective.attention.selective.definition import selective_step
@@ -21,11 +22,11 @@ def compiling():
     """Other tests do without."""
     if mx.default_device() == mx.cpu and shutil.which("g++") is None:
         pytest.skip("MLX compiles with g++ on the CPU")
-    mx.enable_compile()
-    first = mx.compile(lambda x: mx.contiguous(x))
-    mx.eval([first(mx.zeros((2,))) for _ in range(2)])  # MLX traces a process's first graph twice
-    yield
-    mx.disable_compile()
+    with graphs_kept():
+        first = mx.compile(lambda x: mx.contiguous(x))
+        # MLX traces a process's first graph twice
+        mx.eval([first(mx.zeros((2,))) for _ in range(2)])
+        yield
 
 
 @pytest.fixture
@@ -47,7 +48,8 @@ def times(traced):
 
     def matrix(x, factor):
         # matrix products are not fused: no graph has to be compiled by g++
-        return mx.array([[factor * (i == j) for i in range(len(x))] for j in range(len(x))], x.dtype)
+        size = range(len(x))
+        return mx.array([[factor * (i == j) for i in size] for j in size], x.dtype)
 
     return Graphs(make)
 
