@@ -120,6 +120,11 @@ def _positions(q, k) -> dict[str, mx.array]:
     return {"scale": _scale(q), "key_positions": keys, "query_positions": keys[:, N - T :]}
 
 
+def _selective(q, k, v, F, chunk=None):
+    settings = {"plain": None, "remaining": True, "chunk": chunk}
+    return selective_prompt.selective(q, k, v, F, **settings, **_positions(q, k))
+
+
 def _plain_selective(q, k, v, F):
     settings = {"remaining": True, "documents": None, "block_size": QUERY_BLOCK}
     return plain_selective(q, k, v, F, **settings, **_positions(q, k))
@@ -192,9 +197,20 @@ CHECKS = (
         checked=(2, 4, 77),
         timed=(1, 16, 2048),
         arguments=_cached_keys,
-        kernel=lambda q, k, v, F: selective_prompt.selective(
-            q, k, v, F, plain=None, remaining=True, **_positions(q, k)
-        ),
+        kernel=_selective,
+        plain=_plain_selective,
+        truth=_true_selective,
+        results=("output", "F", "remaining"),
+        parts=("selective_sums", "selective_mask", "selective_attention"),
+    ),
+    # the third chunk's mask goes where the first one's was
+    KernelCheck(
+        name="selective_chunks",
+        head_sizes=(64,),
+        checked=(2, 4, 300),
+        timed=(1, 16, 2048),
+        arguments=_cached_keys,
+        kernel=lambda q, k, v, F: _selective(q, k, v, F, chunk=128),
         plain=_plain_selective,
         truth=_true_selective,
         results=("output", "F", "remaining"),

@@ -56,7 +56,8 @@ def selective(
     chunks, an eighth of those bytes each or what 256 threadgroups need.
 
     Args:
-        q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128.
+        q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128. As k and v not a
+            slice that begins within a row: row-contiguous ones are read in vectors of 16 bytes.
         k: (B, Hkv, N, D), N >= T; the queries' own keys are the last T, in order.
         v: (B, Hkv, N, D).
         F: (B, N) float32, what earlier queries left on the keys.
@@ -97,6 +98,10 @@ def _why_plain(q: mx.array, k: mx.array, v: mx.array, scale: float) -> str:
         return "one query"
     if not scale > 0 or (q.dtype.size == 2 and scale < SMALLEST_SCALE):
         return f"scale {scale}"
+    # as many as the smallest blocks of queries have
+    starts = k.shape[0] * -(-q.shape[2] // METAL[q.shape[3]].queries) * k.shape[2]
+    if starts >= 2**31:
+        return f"{starts} values of F at block starts, more than 32 bits count"
     return ""
 
 

@@ -226,6 +226,16 @@ def test_what_plain_mlx_computes(change, reason):
     assert error(out, truth[0]) < 2e-3
 
 
+def test_more_f_than_32_bits_count():
+    """Nothing is evaluated: at 131072 keys, F at the start of each block of 32 is 2^29 values."""
+    for B, reason in (
+        (3, ""),
+        (4, f"{2**31} values of F at block starts, more than 32 bits count"),
+    ):
+        q = mx.zeros((B, 1, 131072, 64), mx.float16)
+        assert module._why_plain(q, q, q, 0.125) == reason
+
+
 @pytest.mark.parametrize("T, earlier", [(4096, 0), (16384, 0), (2048, 14336), (16385, 77)])
 @pytest.mark.parametrize("B, H, D", [(1, 32, 64), (1, 8, 128), (2, 32, 64)])
 def test_chunks_take_a_share_of_the_memory(B, H, D, T, earlier):
