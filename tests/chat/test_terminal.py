@@ -184,7 +184,9 @@ def test_an_interrupt_while_it_loads_gives_no_traceback(imported):
     lines = finish(process).splitlines()
     said = [line for line in lines if line and not line.startswith("import time:")]
     assert said == ["mlx-selective chat: interrupted."]
-    assert process.returncode == 130
+    # Python ends by the signal itself where it came in code that a library runs from a string
+    # (_Py_UnhandledKeyboardInterrupt); a shell says 130 of both
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 class Terminal:

@@ -266,11 +266,15 @@ def test_settings_of_a_wrong_type(refused, folder, settings):
 # The user's own end -------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_training_that_is_ended(folder, environment, sent, code):
     command = [*tool_command("ours", "lora"), *TRAIN[1:], "--iters", "1000000"]
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**environment, "PYTHONFAULTHANDLER": "1"},
     )
     deadline = time.monotonic() + 60
     while not os.path.exists("new/adapter_config.json"):
@@ -278,7 +282,11 @@ def test_a_training_that_is_ended(folder, environment, sent, code):
         time.sleep(0.1)
     time.sleep(0.3)
     process.send_signal(sent)
-    _, errors = process.communicate(timeout=120)
+    try:
+        _, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # it then says where it stands
+        pytest.fail(process.communicate()[1].decode())
     assert process.returncode == code
     assert b"Traceback" not in errors
     assert (b"\nmlx-selective lora: interrupted.\n" in errors) == (sent == signal.SIGINT)
