@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from mlx_selective.kernels import find_backend
+
 ROUNDS, TOGETHER = 9, 10
 #: root mean square difference of two results in half precision, relative
 LIMIT = 5e-3
@@ -78,7 +80,12 @@ def demand_close(a: mx.array, b: mx.array, what: str) -> float:
 
 
 def card() -> str:
-    """The GPU's name."""
+    """The GPU's name, or the processor's, and whether kernels run there."""
+    backend = find_backend()
+    return f"{_card()}, " + ("kernels" if backend.name else f"no kernels: {backend.reason}")
+
+
+def _card() -> str:
     if not mx.cuda.is_available():
         return str(mx.device_info().get("device_name", "?"))
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
