@@ -57,7 +57,8 @@ def by_kernel(q, k, v, scale, own=False):
 
 
 def check_shape(seed, dtype, D, own, **case):
-    draws = -(-48 // (case["B"] * case["heads"][0]))
+    # the error of a few weights is a matter of luck
+    draws = -(-384 // (case["B"] * case["heads"][0] * min(8, case["N"])))
     found = []
     for i in range(draws):
         arrays = problem(dtype, D, **case, seed=100 * seed + i)

@@ -62,12 +62,13 @@ def check(*problems, attend_current=False, begins=None, **options):
 
 
 def check_shape(seed, D, B, heads, T, earlier, by, padding, attend_current, **case):
-    """Few rows are drawn several times: the error of one row alone is a matter of luck."""
-    draws = -(-48 // (B * heads[0] * T))
+    """Few weights are drawn several times: the error of a few is a matter of luck."""
     case |= {"D": D, "B": B, "heads": heads, "T": T, "earlier": earlier}
     begins = None if padding is None else mx.array([min(padding, T + earlier), 0][:B])
+    keys = [T + earlier - begin for begin in ([0] * B if begins is None else begins.tolist())]
+    weights = heads[0] * sum(min(T, seen) * min(8, seen) for seen in keys)
     problems = []
-    for i in range(draws):
+    for i in range(-(-768 // weights) if weights else 1):
         q, k, v = normal(**case, seed=100 * seed + i)
         problems.append((*shifted(q, k, by * D**0.5), v, D**-0.5))
     return check(*problems, attend_current=attend_current, begins=begins)
