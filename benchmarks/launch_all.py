@@ -8,6 +8,7 @@ For a checker of memory and races to watch:
 import argparse
 
 import mlx.core as mx
+from timing import card
 
 from mlx_selective import selective_attention, stick_breaking_attention
 from mlx_selective.attention.selective.definition import selective_step
@@ -27,6 +28,7 @@ def main() -> None:
     names = {str(dtype).removeprefix("mlx.core."): dtype for dtype in FLOATS}
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtypes", default=list(names), choices=list(names), nargs="+")
+    print(card())
     launches = []
     for dtype in (names[name] for name in parser.parse_args().dtypes):
         launches.append(tile_words(*(normal((32, 64), dtype) for _ in range(3))))

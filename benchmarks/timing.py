@@ -80,12 +80,14 @@ def demand_close(a: mx.array, b: mx.array, what: str) -> float:
 
 
 def card() -> str:
-    """The GPU's name, or the processor's, and whether kernels run there."""
+    """The GPU's name.
+
+    Raises:
+        SystemExit: where no kernels run, with the reason.
+    """
     backend = find_backend()
-    return f"{_card()}, " + ("kernels" if backend.name else f"no kernels: {backend.reason}")
-
-
-def _card() -> str:
+    if backend.name is None:
+        raise SystemExit(f"Kernels are measured on a GPU, and none run here: {backend.reason}.")
     if not mx.cuda.is_available():
         return str(mx.device_info().get("device_name", "?"))
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

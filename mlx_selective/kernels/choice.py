@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from numbers import Real
 
 import mlx.core as mx
 
@@ -61,6 +62,15 @@ def why_not_heads(q: mx.array, k: mx.array, v: mx.array, head_sizes: tuple[int, 
     return _why_not_together(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, head_sizes)
 
 
+def why_not_scale(scale: float) -> str:
+    """Why a kernel does not take what multiplies the logits: an array may have derivatives.
+
+    Returns:
+        The reason, "" if there is none.
+    """
+    return "" if isinstance(scale, Real) else f"scale of type {type(scale).__name__}"
+
+
 # Kept: a model asks the same for every layer and token.
 
 
@@ -73,6 +83,8 @@ def _why_not(shape, dtype, head_sizes) -> str:
     if shape[-1] not in head_sizes:
         return f"head size {shape[-1]}"
     size = math.prod(shape)
+    if not size:
+        return "no elements"
     return f"{size} elements, more than 32 bits count" if size >= 2**31 else ""
 
 

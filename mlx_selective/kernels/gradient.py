@@ -29,7 +29,12 @@ def with_gradient_of(plain: Callable, forward: Callable, outputs: int | None = N
 
     @function.jvp
     def along(primals, tangents):
-        out = mx.jvp(plain, _listed(primals), _listed(tangents))[1]
+        # MLX has None for an argument that does not move
+        tangents = [
+            mx.zeros_like(one) if tangent is None else tangent
+            for one, tangent in zip(_listed(primals), _listed(tangents), strict=True)
+        ]
+        out = mx.jvp(plain, _listed(primals), tangents)[1]
         return out if len(out) > 1 else out[0]
 
     @function.vmap

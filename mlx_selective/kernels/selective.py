@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together, whole
-from .choice import choose_backend, why_not_heads
+from .choice import choose_backend, why_not_heads, why_not_scale
 from .gradient import with_gradient_of
 from .kernel import Kernel, Launch
 from .selective_chunks import cut_queries, share_queries
@@ -15,8 +15,11 @@ from .threadgroup_memory import block_bytes
 
 ATTENTION = Kernel("selective/attention.metal")
 #: The mask holds -F / scale in float16, which counts to 65504, beside half-precision heads: with a
-#: scale from here on, what overflows has a weight of less than exp(-128).
+#: scale from here on, what overflows has a weight of less than exp(-128) beside a key of logit 0
+#: that nobody forgets.
 SMALLEST_SCALE = 1 / 512
+#: beyond these, -F / scale or a product leaves float32's range
+SMALLEST_FLOAT32_SCALE, LARGEST_SCALE = 2.0**-60, 2.0**60
 
 #: By backend, bytes of an element and head size; see causal_attention.
 BLOCKS = {
@@ -55,6 +58,11 @@ def selective(
     half of the bytes of inputs and output, or a second copy of the output and the masks of two
     chunks, an eighth of those bytes each or what 256 threadgroups need.
 
+    Precision: half-precision heads read the mask in float16, so that a logit is off by up to
+    F / 2048. This shows where a key keeps its weight in spite of a large F, since its logit is
+    larger still: logits of standard deviation 16 have outputs off by 3e-4, of 64 by 1e-3
+    (RMS-relative). An infinite key makes queries before it NaN in its block.
+
     Args:
         q: (B, H, T, D), float32, float16 or bfloat16; D is 64, 80, 96 or 128. As k and v not a
             slice that begins within a row: row-contiguous ones are read in vectors of 16 bytes.
@@ -64,8 +72,8 @@ def selective(
         scale: multiplies the logits.
         query_positions: (B, T) int32, negative for padding.
         key_positions: (B, N) int32, negative for padding and empty slots.
-        plain: the same function of q, k, v and F in plain MLX, for the gradients; returns
-            [output, F] and, with ``remaining``, that too.
+        plain: the same function of q, k, v, F and the two positions in plain MLX, for the
+            gradients; returns [output, F] and, with ``remaining``, that too.
         remaining: whether to sum up 1 - min(F, 1) over the keys that each query sees (the
             memory that the paper's loss counts, tau = 1).
         chunk: queries of a chunk, in whole blocks; None for what fits.
@@ -82,21 +90,21 @@ def selective(
         return None
     blocks = BLOCKS[backend, q.dtype.size][q.shape[3]]
 
-    def forward(q, k, v, F):
-        positions = query_positions, key_positions
-        return _launch(q, k, v, F, positions, scale, backend, blocks, remaining, chunk)
+    def forward(q, k, v, F, *positions):
+        return _launch(q, k, v, F, positions, float(scale), backend, blocks, remaining, chunk)
 
-    return list(with_gradient_of(plain, forward)(q, k, v, F))
+    return list(with_gradient_of(plain, forward)(q, k, v, F, query_positions, key_positions))
 
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array, scale: float) -> str:
     """What the kernels cannot do of this call; "" if they can all."""
-    reason = why_not_heads(q, k, v, HEAD_SIZES)
+    reason = why_not_heads(q, k, v, HEAD_SIZES) or why_not_scale(scale)
     if reason:
         return reason
     if q.shape[2] == 1:
         return "one query"
-    if not scale > 0 or (q.dtype.size == 2 and scale < SMALLEST_SCALE):
+    smallest = SMALLEST_SCALE if q.dtype.size == 2 else SMALLEST_FLOAT32_SCALE
+    if not smallest <= scale <= LARGEST_SCALE:
         return f"scale {scale}"
     # as many as the smallest blocks of queries have
     starts = k.shape[0] * -(-q.shape[2] // METAL[q.shape[3]].queries) * k.shape[2]

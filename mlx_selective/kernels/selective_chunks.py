@@ -44,7 +44,7 @@ def share_queries(
     # beside F at the start of each block, twice
     share = max(0, share - 8 * B * whole(N, blocks.keys) * -(-T // blocks.queries) / size)
     least = blocks.queries * -(-THREADGROUPS // (B * H))
-    most = max(share / 4, B * least * whole(N, blocks.keys))
+    most = min(max(share / 4, B * least * whole(N, blocks.keys)), 2**31 - 1)
     count = len(_fill(B, T, N, most, blocks))
     # No chunk much smaller than the others: the smallest limit that takes no more of them.
     for step in range(1, 65):

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from .blocks import HEAD_SIZES
-from .choice import choose_backend, why_not_heads
+from .choice import choose_backend, why_not_heads, why_not_scale
 from .gradient import with_gradient_of
 from .graphs import Graphs
 from .kernel import Kernel, Launch
@@ -56,7 +56,7 @@ def selective_decode(
     Raises:
         UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
     """
-    backend = choose_backend(DECODE, partial(_why_plain, q, k, v))
+    backend = choose_backend(DECODE, partial(_why_plain, q, k, v, scale))
     if backend is None:
         return None
 
@@ -70,7 +70,7 @@ def _step(definition, kernels, backend, dtype, shape, keys_shape, scale) -> Call
     first, second = _prepare(kernels, backend, dtype, shape, keys_shape, scale)
 
     def step(q, k, v, F, query_positions, key_positions, evicts):
-        def forward(q, k, v, F):
+        def forward(q, k, v, F, query_positions, key_positions):
             # at least eight of them, as device memory begins with; not copied
             own = mx.broadcast_to(query_positions, (shape[0], CONSTANT_BELOW))
             out, evicted, after, parts = first(q, k, v, F, key_positions, own, evicts)
@@ -78,9 +78,12 @@ def _step(definition, kernels, backend, dtype, shape, keys_shape, scale) -> Call
                 out, evicted = second(parts)
             return [out, after, evicted]
 
+        function = with_gradient_of(plain, forward, outputs=2)
+        return list(function(q, k, v, F, query_positions, key_positions))
+
+    def plain(q, k, v, F, query_positions, key_positions):
         state = {"query_positions": query_positions, "key_positions": key_positions}
-        plain = partial(definition, scale=scale, **state)
-        return list(with_gradient_of(plain, forward, outputs=2)(q, k, v, F))
+        return definition(q, k, v, F, scale=scale, **state)
 
     return step
 
@@ -88,9 +91,9 @@ def _step(definition, kernels, backend, dtype, shape, keys_shape, scale) -> Call
 _graphs = Graphs(_step)
 
 
-def _why_plain(q: mx.array, k: mx.array, v: mx.array) -> str:
+def _why_plain(q: mx.array, k: mx.array, v: mx.array, scale: float) -> str:
     """What the kernels cannot do of this call; "" if they can all."""
-    reason = why_not_heads(q, k, v, HEAD_SIZES)
+    reason = why_not_heads(q, k, v, HEAD_SIZES) or why_not_scale(scale)
     if reason:
         return reason
     if q.shape[2] != 1:

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
-from .choice import choose_backend, why_not_array
+from .choice import choose_backend, why_not_array, why_not_scale
 from .gradient import with_gradient_of
 from .kernel import Kernel, Launch
 from .signature import CONSTANT_BELOW
@@ -100,6 +100,8 @@ def _why_plain(q, k, v, scale, begins) -> str:
     together = k.shape == v.shape and k.shape[0] == B and k.shape[3] == D
     if 0 in (*q.shape, *k.shape) or not together or H % k.shape[1] or T > k.shape[2]:
         return f"shapes {q.shape}, {k.shape} and {v.shape}"
+    if reason := why_not_scale(scale):
+        return reason
     if not 0 < scale < math.inf:
         return f"scale {scale}"
     return why_not_begins(begins, B)

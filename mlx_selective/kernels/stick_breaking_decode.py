@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from .blocks import HEAD_SIZES
-from .choice import choose_backend, why_not_heads
+from .choice import choose_backend, why_not_heads, why_not_scale
 from .gradient import with_gradient_of
 from .graphs import Graphs
 from .kernel import Kernel, Launch
@@ -52,7 +52,7 @@ def stick_breaking_decode(
     Raises:
         UserError: if MLX_SELECTIVE_KERNELS cannot be followed.
     """
-    backend = choose_backend(DECODE, partial(_why_plain, q, k, v, begins))
+    backend = choose_backend(DECODE, partial(_why_plain, q, k, v, scale, begins))
     if backend is None:
         return None
     dtypes, shapes = (q.dtype, output_dtype or q.dtype), (q.shape, k.shape[1:3])
@@ -83,9 +83,9 @@ def _step(
 _graphs = Graphs(_step)
 
 
-def _why_plain(q: mx.array, k: mx.array, v: mx.array, begins: mx.array | None) -> str:
+def _why_plain(q, k, v, scale: float, begins: mx.array | None) -> str:
     """What the kernels cannot do of this call; "" if they can all."""
-    reason = why_not_heads(q, k, v, HEAD_SIZES)
+    reason = why_not_heads(q, k, v, HEAD_SIZES) or why_not_scale(scale)
     if reason:
         return reason
     return why_not_begins(begins, q.shape[0]) if q.shape[2] == 1 else f"{q.shape[2]} queries"

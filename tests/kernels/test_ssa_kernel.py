@@ -57,7 +57,7 @@ def test_the_kernel_takes_any_temperature_that_broadcasts(shape, dtype):
         (rows().astype(mx.int32), temperatures(), "dtype int32"),
         (rows(shape=(B, H, T, 48)), temperatures(), "head size 48"),
         (rows(shape=(1, 1, 7, D)), temperatures((1, 1, 7)), "only 7 rows"),
-        (rows(shape=(0, H, T, D)), temperatures((1, H, T)), "only 0 rows"),
+        (rows(shape=(0, H, T, D)), temperatures((1, H, T)), "no elements"),
         (rows(shape=(1, H, T, D)), temperatures(), "temperatures (2, 3, 5, 1) for rows (1, 3,"),
         (rows(), temperatures((B, H, T, D)), "temperatures (2, 3, 5, 64) for rows"),
     ],

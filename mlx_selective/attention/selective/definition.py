@@ -3,8 +3,6 @@
 Leviathan, Kalman, Matias: Selective Attention Improves Transformer, arXiv 2410.02703.
 """
 
-from functools import partial
-
 import mlx.core as mx
 
 from ...kernels.selective import selective
@@ -88,22 +86,25 @@ def selective_attention(
     if query_positions is None:
         query_positions = key_positions[:, N - T :]
     query_positions = mx.broadcast_to(query_positions, (B, T))
-    if F is None:
-        F = mx.zeros((B, N), mx.float32)
+    key_positions, query_positions = (
+        one.astype(mx.int32) for one in (key_positions, query_positions)
+    )
+    F = mx.zeros((B, N), mx.float32) if F is None else F.astype(mx.float32)
     if F.shape != (B, N):
         raise ValueError(f"F must be {(B, N)} as the keys are, got {F.shape}.")
 
-    settings = {
-        "scale": scale,
-        "query_positions": query_positions,
-        "key_positions": key_positions,
-        "remaining": return_remaining,
-    }
-    plain = partial(plain_selective, documents=documents, block_size=block_size, **settings)
+    positions = {"query_positions": query_positions, "key_positions": key_positions}
+    settings = {"scale": scale, "remaining": return_remaining}
+
+    def plain(q, k, v, F, query_positions, key_positions):
+        positions = {"query_positions": query_positions, "key_positions": key_positions}
+        options = {"documents": documents, "block_size": block_size}
+        return plain_selective(q, k, v, F, **positions, **settings, **options)
+
     results = None
     if documents is None:
-        results = selective(q, k, v, F, plain=plain, **settings)
-    output, F, *remaining = results or plain(q, k, v, F)
+        results = selective(q, k, v, F, plain=plain, **positions, **settings)
+    output, F, *remaining = results or plain(q, k, v, F, **positions)
     results = [output, *([F] if return_F else []), *remaining]
     return tuple(results) if len(results) > 1 else output
 
