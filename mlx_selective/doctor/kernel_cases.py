@@ -1,7 +1,7 @@
 """Every kernel with what `mlx-selective doctor --kernels` needs to check and time it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -167,6 +167,19 @@ def _stick_breaking(q, k, v):
     return stick_breaking.stick_breaking(q, k, v, scale=_scale(q), definition=plain_stick_breaking)
 
 
+_SELECTIVE = KernelCheck(
+    name="selective",
+    head_sizes=selective_prompt.HEAD_SIZES,
+    checked=(2, 4, 77),
+    timed=(1, 16, 2048),
+    arguments=_cached_keys,
+    kernel=_selective,
+    plain=_plain_selective,
+    truth=_true_selective,
+    results=("output", "F", "remaining"),
+    parts=("selective_sums", "selective_mask", "selective_attention"),
+)
+
 CHECKS = (
     KernelCheck(
         name="tile_words",
@@ -191,30 +204,14 @@ CHECKS = (
         ),
         truth=lambda q, k, v: attend(softmax, q, k, v, _scale(q)),
     ),
-    KernelCheck(
-        name="selective",
-        head_sizes=selective_prompt.HEAD_SIZES,
-        checked=(2, 4, 77),
-        timed=(1, 16, 2048),
-        arguments=_cached_keys,
-        kernel=_selective,
-        plain=_plain_selective,
-        truth=_true_selective,
-        results=("output", "F", "remaining"),
-        parts=("selective_sums", "selective_mask", "selective_attention"),
-    ),
+    _SELECTIVE,
     # the third chunk's mask goes where the first one's was
-    KernelCheck(
+    replace(
+        _SELECTIVE,
         name="selective_chunks",
         head_sizes=(64,),
         checked=(2, 4, 300),
-        timed=(1, 16, 2048),
-        arguments=_cached_keys,
         kernel=lambda q, k, v, F: _selective(q, k, v, F, chunk=128),
-        plain=_plain_selective,
-        truth=_true_selective,
-        results=("output", "F", "remaining"),
-        parts=("selective_sums", "selective_mask", "selective_attention"),
     ),
     KernelCheck(
         name="selective_decode",

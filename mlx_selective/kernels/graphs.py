@@ -15,7 +15,7 @@ KEPT = 256
 
 
 class Graphs(threading.local):
-    """Functions by their settings, each compiled: MLX traces it once for each thread.
+    """Functions by their settings, each compiled: MLX traces it once a thread and stream.
 
     In a plain call MLX writes out a kernel's whole source and copies it. A graph of
     ``mx.compile`` holds on to it, so that a later call has only the new arrays to put in.

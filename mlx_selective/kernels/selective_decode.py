@@ -44,7 +44,7 @@ def selective_decode(
         key_positions: (B, N) int32, negative for padding and empty slots.
         evicts: for each row whether a key is to leave after this token.
         definition: the same in plain MLX, for the gradients:
-            ``definition(q, k, v, F, scale=, query_positions=, key_positions=)``, which returns
+            ``definition(q, k, v, F, query_positions, key_positions, scale=)``, which returns
             [output, F].
 
     Returns:
@@ -68,6 +68,7 @@ def selective_decode(
 def _step(definition, kernels, backend, dtype, shape, keys_shape, scale) -> Callable:
     """Of the arrays, with derivatives."""
     first, second = _prepare(kernels, backend, dtype, shape, keys_shape, scale)
+    plain = partial(definition, scale=scale)
 
     def step(q, k, v, F, query_positions, key_positions, evicts):
         def forward(q, k, v, F, query_positions, key_positions):
@@ -80,10 +81,6 @@ def _step(definition, kernels, backend, dtype, shape, keys_shape, scale) -> Call
 
         function = with_gradient_of(plain, forward, outputs=2)
         return list(function(q, k, v, F, query_positions, key_positions))
-
-    def plain(q, k, v, F, query_positions, key_positions):
-        state = {"query_positions": query_positions, "key_positions": key_positions}
-        return definition(q, k, v, F, scale=scale, **state)
 
     return step
 
@@ -109,7 +106,6 @@ def _padded(numbers: tuple[int, ...]) -> mx.array:
     return mx.array([*numbers, *[0] * (CONSTANT_BELOW - len(numbers))], mx.int32)
 
 
-@lru_cache(maxsize=512)
 def _prepare(kernels, backend, dtype, shape, keys_shape, scale) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N) = shape, keys_shape

@@ -1,7 +1,7 @@
 """One query of stick-breaking attention over a cache, newest keys first."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import mlx.core as mx
 
@@ -91,7 +91,6 @@ def _why_plain(q, k, v, scale: float, begins: mx.array | None) -> str:
     return why_not_begins(begins, q.shape[0]) if q.shape[2] == 1 else f"{q.shape[2]} queries"
 
 
-@lru_cache(maxsize=512)
 def _prepare(
     kernels, backend, dtypes, shape, keys_shape, end, scale
 ) -> tuple[Launch, Launch | None]:

@@ -9,7 +9,8 @@ import pytest
 from place import graphs_kept
 
 from mlx_selective import stick_breaking_attention
-from mlx_selective.attention.selective.definition import selective_step
+from mlx_selective.attention.selective.definition import plain_selective, selective_step
+from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
 from mlx_selective.kernels import Backend, choice, record
 from mlx_selective.kernels import selective_decode as selective
 from mlx_selective.kernels import stick_breaking_decode as sticks
@@ -141,15 +142,11 @@ def launches(monkeypatch):
 
 
 def selective_definition(q, k, v, F, scale, own, positions):
-    from mlx_selective.attention.selective.definition import plain_selective
-
     state = {"query_positions": own, "key_positions": positions, "remaining": False}
     return plain_selective(q, k, v, F, scale=scale, documents=None, block_size=1, **state)
 
 
 def stick_definition(q, k, v, scale, attend_current, begins):
-    from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
-
     return plain_stick_breaking(q, k, v, scale=scale, attend_current=attend_current, begins=begins)
 
 

@@ -9,7 +9,6 @@ from mlx_selective import selective_attention, stick_breaking_attention
 from mlx_selective.attention.selective.definition import plain_selective, selective_step
 from mlx_selective.kernels import Backend, choice, record
 from mlx_selective.kernels import selective as module
-from mlx_selective.kernels.blocks import METAL
 from mlx_selective.kernels.selective_chunks import share_queries
 
 
@@ -136,8 +135,10 @@ def test_batches_of_positions(over, monkeypatch):
         assert mx.allclose(got[row], one(*own, positions[row]), atol=1e-6)
 
 
-def test_masks_never_have_more_elements_than_32_bits_count():
+@pytest.mark.parametrize("backend", ["metal", "cuda"])
+def test_masks_never_have_more_elements_than_32_bits_count(backend):
+    blocks = module.BLOCKS[backend, 2][64]
     for H in (1, 2, 8):
         nbytes = 2 * H * 131072 * 64 * 2
-        room, chunks = share_queries(1, H, 131072, 131072, nbytes, 2, METAL[64])
+        room, chunks = share_queries(1, H, 131072, 131072, nbytes, 2, blocks)
         assert room < 2**31 and sum(chunk.rows for chunk in chunks) == 131072

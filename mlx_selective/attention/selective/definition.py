@@ -3,6 +3,8 @@
 Leviathan, Kalman, Matias: Selective Attention Improves Transformer, arXiv 2410.02703.
 """
 
+from functools import partial
+
 import mlx.core as mx
 
 from ...kernels.selective import selective
@@ -95,12 +97,7 @@ def selective_attention(
 
     positions = {"query_positions": query_positions, "key_positions": key_positions}
     settings = {"scale": scale, "remaining": return_remaining}
-
-    def plain(q, k, v, F, query_positions, key_positions):
-        positions = {"query_positions": query_positions, "key_positions": key_positions}
-        options = {"documents": documents, "block_size": block_size}
-        return plain_selective(q, k, v, F, **positions, **settings, **options)
-
+    plain = partial(plain_selective, documents=documents, block_size=block_size, **settings)
     results = None
     if documents is None:
         results = selective(q, k, v, F, plain=plain, **positions, **settings)
@@ -145,12 +142,8 @@ def selective_step(
     return tuple(found) if found else (*_plain_step(q, k, v, F, **settings), None)
 
 
-def _plain_step(q, k, v, F, **settings):
-    return plain_selective(q, k, v, F, remaining=False, documents=None, block_size=1, **settings)
-
-
 def plain_selective(
-    q, k, v, F, *, scale, query_positions, key_positions, remaining, documents, block_size
+    q, k, v, F, query_positions, key_positions, *, scale, remaining, documents, block_size
 ):
     """:func:`selective_attention` in plain MLX, whatever kernels there are; all arguments given.
 
@@ -177,6 +170,10 @@ def plain_selective(
     k, v = k.astype(mx.float32), v.astype(mx.float32)
     F, output, *needed = scan_queries(block, F, scaled, k, v, block_size=block_size)
     return [output.astype(q.dtype), F, *(one[:, 0] for one in needed)]
+
+
+# one object: the graphs that are kept know it again
+_plain_step = partial(plain_selective, remaining=False, documents=None, block_size=1)
 
 
 def _attend(q, k, v, F, visible, selectable):
