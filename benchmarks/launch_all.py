@@ -44,7 +44,7 @@ def main() -> None:
             # chunks of queries, of which the third takes the first one's room for its mask
             q, k, v = (normal((1, h, 400, D), dtype) for h in (2, 1, 1))
             token = mx.arange(400)[None]
-            own = {"query_positions": token, "key_positions": token, "plain": None, "chunk": 1}
+            own = {"query_positions": token, "key_positions": token, "definition": None, "chunk": 1}
             launches += selective(q, k, v, mx.zeros((1, 400)), scale=D**-0.5, **own)
             # a cache of one split, and of several
             for N in (40, 4200):

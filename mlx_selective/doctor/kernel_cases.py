@@ -121,7 +121,7 @@ def _positions(q, k) -> dict[str, mx.array]:
 
 
 def _selective(q, k, v, F, chunk=None):
-    settings = {"plain": None, "remaining": True, "chunk": chunk}
+    settings = {"definition": None, "remaining": True, "chunk": chunk}
     return selective_prompt.selective(q, k, v, F, **settings, **_positions(q, k))
 
 

@@ -9,7 +9,8 @@ def with_gradient_of(plain: Callable, forward: Callable, outputs: int | None = N
     """A function with the values of ``forward`` and the derivatives of ``plain``.
 
     MLX cannot look into a kernel. The backward pass computes the plain definition again, from
-    the same arguments; so do ``mx.jvp`` and ``mx.vmap``.
+    the same arguments; so does ``mx.jvp``. ``mx.vmap`` raises ValueError where a kernel runs: MLX
+    has no way to keep it out of one (MLX_SELECTIVE_KERNELS=off has).
 
     Args:
         plain: the definition in plain MLX, of arrays alone; returns an array or a list of some.
@@ -20,8 +21,8 @@ def with_gradient_of(plain: Callable, forward: Callable, outputs: int | None = N
     Returns:
         A function of the same arguments that ``mx.grad``, ``mx.compile`` and the like take.
     """
-    # a function of its own: custom_function needs one with a name
-    function = mx.custom_function(lambda *arrays: forward(*arrays))
+    # mx.jvp would ask a kernel for its derivatives although nothing needs them
+    function = mx.custom_function(lambda *arrays: forward(*map(mx.stop_gradient, arrays)))
 
     @function.vjp
     def backward(primals, cotangents, _):
@@ -36,12 +37,6 @@ def with_gradient_of(plain: Callable, forward: Callable, outputs: int | None = N
         ]
         out = mx.jvp(plain, _listed(primals), tangents)[1]
         return out if len(out) > 1 else out[0]
-
-    @function.vmap
-    def batched(inputs, axes):
-        axes = tuple(None if axis == -1 else axis for axis in _listed(axes))
-        out = mx.vmap(plain, in_axes=axes)(*_listed(inputs))
-        return out, 0 if isinstance(out, mx.array) else [0] * len(out)
 
     return function
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together, whole
 from .choice import choose_backend, why_not_heads, why_not_scale
 from .gradient import with_gradient_of
+from .graphs import Graphs
 from .kernel import Kernel, Launch
 from .selective_chunks import cut_queries, share_queries
 from .selective_mask import Masks
@@ -45,7 +46,7 @@ def selective(
     scale: float,
     query_positions: mx.array,
     key_positions: mx.array,
-    plain: Callable,
+    definition: Callable,
     remaining: bool = False,
     chunk: int | None = None,
 ) -> list[mx.array] | None:
@@ -72,8 +73,9 @@ def selective(
         scale: multiplies the logits.
         query_positions: (B, T) int32, negative for padding.
         key_positions: (B, N) int32, negative for padding and empty slots.
-        plain: the same function of q, k, v, F and the two positions in plain MLX, for the
-            gradients; returns [output, F] and, with ``remaining``, that too.
+        definition: the same in plain MLX, for the gradients:
+            ``definition(q, k, v, F, query_positions, key_positions, scale=, remaining=)``, which
+            returns [output, F] and, with ``remaining``, that too.
         remaining: whether to sum up 1 - min(F, 1) over the keys that each query sees (the
             memory that the paper's loss counts, tau = 1).
         chunk: queries of a chunk, in whole blocks; None for what fits.
@@ -88,12 +90,24 @@ def selective(
     backend = choose_backend(ATTENTION, partial(_why_plain, q, k, v, scale))
     if backend is None:
         return None
-    blocks = BLOCKS[backend, q.dtype.size][q.shape[3]]
+    settings = definition, backend, q.dtype, q.shape, k.shape[1:3], float(scale), remaining, chunk
+    return list(_graphs(*settings)(q, k, v, F, query_positions, key_positions))
 
-    def forward(q, k, v, F, *positions):
-        return _launch(q, k, v, F, positions, float(scale), backend, blocks, remaining, chunk)
 
-    return list(with_gradient_of(plain, forward)(q, k, v, F, query_positions, key_positions))
+def _function(definition, backend, dtype, shape, keys_shape, scale, remaining, chunk):
+    """Of the arrays: launches, and with derivatives."""
+    blocks = BLOCKS[backend, dtype.size][shape[3]]
+
+    def plain(*arrays):
+        return definition(*arrays, scale=scale, remaining=remaining)
+
+    def launches(q, k, v, F, *positions):
+        return _launch(q, k, v, F, positions, scale, backend, blocks, remaining, chunk)
+
+    return launches, with_gradient_of(plain, launches)
+
+
+_graphs = Graphs(_function)
 
 
 def _why_plain(q: mx.array, k: mx.array, v: mx.array, scale: float) -> str:

@@ -65,24 +65,25 @@ def selective_decode(
     return _graphs(*settings)(q, k, v, F, query_positions, key_positions, evicts)
 
 
-def _step(definition, kernels, backend, dtype, shape, keys_shape, scale) -> Callable:
-    """Of the arrays, with derivatives."""
+def _step(definition, kernels, backend, dtype, shape, keys_shape, scale):
+    """Of the arrays: launches, and with derivatives."""
     first, second = _prepare(kernels, backend, dtype, shape, keys_shape, scale)
     plain = partial(definition, scale=scale)
 
-    def step(q, k, v, F, query_positions, key_positions, evicts):
-        def forward(q, k, v, F, query_positions, key_positions):
-            # at least eight of them, as device memory begins with; not copied
-            own = mx.broadcast_to(query_positions, (shape[0], CONSTANT_BELOW))
-            out, evicted, after, parts = first(q, k, v, F, key_positions, own, evicts)
-            if second is not None:
-                out, evicted = second(parts)
-            return [out, after, evicted]
+    def launches(q, k, v, F, query_positions, key_positions, evicts):
+        # at least eight of them, as device memory begins with; not copied
+        own = mx.broadcast_to(query_positions, (shape[0], CONSTANT_BELOW))
+        out, evicted, after, parts = first(q, k, v, F, key_positions, own, evicts)
+        if second is not None:
+            out, evicted = second(parts)
+        return [out, after, evicted]
 
-        function = with_gradient_of(plain, forward, outputs=2)
-        return list(function(q, k, v, F, query_positions, key_positions))
+    def function(*arrays):
+        *moving, evicts = arrays
+        values = partial(launches, evicts=evicts)
+        return list(with_gradient_of(plain, values, outputs=2)(*moving))
 
-    return step
+    return launches, function
 
 
 _graphs = Graphs(_step)

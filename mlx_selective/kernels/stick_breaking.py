@@ -9,6 +9,7 @@ import mlx.core as mx
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
 from .choice import choose_backend, why_not_array, why_not_scale
 from .gradient import with_gradient_of
+from .graphs import Graphs
 from .kernel import Kernel, Launch
 from .signature import CONSTANT_BELOW
 from .threadgroup_memory import block_bytes
@@ -84,7 +85,7 @@ def stick_breaking(
     blocks = blocks or BLOCKS[backend, q.dtype.size][q.shape[-1]]
     dtypes = q.dtype, output_dtype or q.dtype
     settings = (KERNEL, backend, float(scale), attend_current, product_form, blocks, dtypes)
-    function = _function(definition, settings)
+    function = _graphs(definition, settings, q.shape, k.shape[1:3])
     return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
 
@@ -114,9 +115,8 @@ def why_not_begins(begins: mx.array | None, rows: int) -> str:
     return ""
 
 
-@lru_cache(maxsize=32)
-def _function(definition, settings) -> Callable:
-    """Of q, k, v and perhaps begins, with derivatives."""
+def _function(definition, settings, shape, keys_shape):
+    """Of q, k, v and perhaps begins: the launch, and with derivatives."""
     _, _, scale, attend_current, *_, (_, output_dtype) = settings
     options = {"scale": scale, "attend_current": attend_current, "output_dtype": output_dtype}
 
@@ -126,14 +126,17 @@ def _function(definition, settings) -> Callable:
             mask = mx.arange(k.shape[2]) >= begins[:, None, None, None]
         return list(definition(q, k, v, mask=mask, **options))
 
-    def forward(q, k, v, begins=None):
-        launch = _prepare(settings, q.shape, k.shape[1:3])
-        return launch(q, k, v, device_begins(begins, q.shape[0]))
+    launch = _prepare(settings, shape, keys_shape)
 
-    return with_gradient_of(plain, forward)
+    def launches(q, k, v, begins=None):
+        return launch(q, k, v, device_begins(begins, shape[0]))
+
+    return launches, with_gradient_of(plain, launches)
 
 
-@lru_cache(maxsize=512)
+_graphs = Graphs(_function)
+
+
 def _prepare(settings, shape, keys_shape) -> Launch:
     kernel, _, scale, attend_current, product_form, blocks, (dtype, output_dtype) = settings
     (B, H, T, D), (heads, N) = shape, keys_shape

@@ -62,10 +62,8 @@ def stick_breaking_decode(
     return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
 
-def _step(
-    definition, kernels, backend, dtypes, shape, keys_shape, scale, attend_current
-) -> Callable:
-    """Of q, k, v and perhaps begins, with derivatives."""
+def _step(definition, kernels, backend, dtypes, shape, keys_shape, scale, attend_current):
+    """Of q, k, v and perhaps begins: launches, and with derivatives."""
     options = {"scale": scale, "attend_current": attend_current, "output_dtype": dtypes[1]}
     end = keys_shape[1] - (not attend_current)
     first, second = _prepare(kernels, backend, dtypes, shape, keys_shape, end, scale)
@@ -73,11 +71,11 @@ def _step(
     def plain(q, k, v, begins=None):
         return list(definition(q, k, v, begins=begins, **options))
 
-    def forward(q, k, v, begins=None):
+    def launches(q, k, v, begins=None):
         out, remainder = first(q, k, v, device_begins(begins, shape[0]))
         return [out, remainder] if second is None else second(remainder)
 
-    return with_gradient_of(plain, forward)
+    return launches, with_gradient_of(plain, launches)
 
 
 _graphs = Graphs(_step)

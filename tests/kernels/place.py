@@ -1,6 +1,8 @@
 """Where the kernels' tests run: on this machine's own GPU, or as Metal text on the processor."""
 
+import os
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import metal_host
 import mlx.core as mx
@@ -8,6 +10,7 @@ import pytest
 
 from mlx_selective.doctor.kernels import REMAINDER_FLOOR
 from mlx_selective.kernels import find_backend, launched_by
+from mlx_selective.kernels.backend import SETTING
 
 ON_GPU = find_backend().name is not None
 #: the backend that records name
@@ -25,6 +28,13 @@ def launching():
     else:
         with launched_by(metal_host.execute):
             yield
+
+
+@contextmanager
+def without_kernels():
+    """Plain MLX, on a GPU too."""
+    with patch.dict(os.environ, {SETTING: "off"}):
+        yield
 
 
 @contextmanager

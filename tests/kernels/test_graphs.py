@@ -45,7 +45,7 @@ def times(traced):
             traced.append(factor)
             return [x @ matrix(x, factor)]
 
-        return with_gradient_of(lambda x: [x @ matrix(x, 10 * factor)], forward)
+        return forward, with_gradient_of(lambda x: [x @ matrix(x, 10 * factor)], forward)
 
     def matrix(x, factor):
         # matrix products are not fused: no graph has to be compiled by g++

@@ -6,7 +6,7 @@ import pytest
 from place import launching
 
 from mlx_selective import selective_attention, stick_breaking_attention
-from mlx_selective.attention.selective.definition import plain_selective, selective_step
+from mlx_selective.attention.selective.definition import selective_step
 from mlx_selective.kernels import Backend, choice, record
 from mlx_selective.kernels import selective as module
 from mlx_selective.kernels.selective_chunks import share_queries
@@ -107,32 +107,6 @@ def test_a_scale_beyond_float32(scale):
     with launching(), record() as ran:
         selective_attention(q, k, v, scale=scale)
     assert [(one.backend, one.reason) for one in ran] == [(None, f"scale {scale}")]
-
-
-@pytest.mark.parametrize("over", ["positions", "all"])
-def test_batches_of_positions(over, monkeypatch):
-    """Launches in plain MLX, as the processor's host does not wait for MLX's own batches."""
-
-    def lazily(q, k, v, F, positions, scale, backend, blocks, remaining, chunk):
-        state = {"query_positions": positions[0], "key_positions": positions[1]}
-        return plain_selective(
-            *(q, k, v, F), **state, scale=scale, remaining=remaining, documents=None, block_size=9
-        )
-
-    monkeypatch.setattr(module, "_launch", lazily)
-    monkeypatch.setattr(choice, "find_backend", lambda: Backend("metal"))
-    q, k, v = qkv(B=2)
-    positions = mx.stack([mx.arange(9), mx.arange(9) - 3])
-
-    def one(q, k, v, p):
-        return selective_attention(q[None], k[None], v[None], scale=0.2, key_positions=p)
-
-    axes = [None if over == "positions" else 0] * 3
-    arrays = [array[0] for array in (q, k, v)] if over == "positions" else [q, k, v]
-    got = mx.vmap(one, (*axes, 0))(*arrays, positions)
-    for row in range(2):
-        own = arrays if over == "positions" else [array[row] for array in arrays]
-        assert mx.allclose(got[row], one(*own, positions[row]), atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["metal", "cuda"])

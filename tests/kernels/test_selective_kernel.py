@@ -70,7 +70,7 @@ def by_kernel(q, k, v, F, query_positions, key_positions, scale, chunk=None):
     positions = {"query_positions": query_positions, "key_positions": key_positions}
     with launching(), outputs_start_as(float("nan")):
         results = selective(
-            q, k, v, F, scale=scale, plain=None, remaining=True, chunk=chunk, **positions
+            q, k, v, F, scale=scale, definition=None, remaining=True, chunk=chunk, **positions
         )
         mx.eval(results)
     return results

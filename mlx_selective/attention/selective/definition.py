@@ -3,7 +3,8 @@
 Leviathan, Kalman, Matias: Selective Attention Improves Transformer, arXiv 2410.02703.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import mlx.core as mx
 
@@ -95,13 +96,19 @@ def selective_attention(
     if F.shape != (B, N):
         raise ValueError(f"F must be {(B, N)} as the keys are, got {F.shape}.")
 
-    positions = {"query_positions": query_positions, "key_positions": key_positions}
-    settings = {"scale": scale, "remaining": return_remaining}
-    plain = partial(plain_selective, documents=documents, block_size=block_size, **settings)
+    settings = {
+        "scale": scale,
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+        "remaining": return_remaining,
+    }
     results = None
     if documents is None:
-        results = selective(q, k, v, F, plain=plain, **positions, **settings)
-    output, F, *remaining = results or plain(q, k, v, F, **positions)
+        results = selective(q, k, v, F, definition=_in_blocks(block_size), **settings)
+    if results is None:
+        settings |= {"documents": documents, "block_size": block_size}
+        results = plain_selective(q, k, v, F, **settings)
+    output, F, *remaining = results
     results = [output, *([F] if return_F else []), *remaining]
     return tuple(results) if len(results) > 1 else output
 
@@ -140,6 +147,12 @@ def selective_step(
     }
     found = selective_decode(q, k, v, F, evicts=evicts, definition=_plain_step, **settings)
     return tuple(found) if found else (*_plain_step(q, k, v, F, **settings), None)
+
+
+@lru_cache(maxsize=8)
+def _in_blocks(block_size: int) -> Callable:
+    """Of undivided sequences; one object for each size, since graphs are kept by it."""
+    return partial(plain_selective, documents=None, block_size=block_size)
 
 
 def plain_selective(
