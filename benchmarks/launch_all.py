@@ -46,8 +46,8 @@ def main() -> None:
             token = mx.arange(400)[None]
             own = {"query_positions": token, "key_positions": token, "definition": None, "chunk": 1}
             launches += selective(q, k, v, mx.zeros((1, 400)), scale=D**-0.5, **own)
-            # a cache of one split, and of several
-            for N in (40, 4200):
+            # a cache of one split, short and long, and of several
+            for N in (40, 1000, 4200):
                 q, k, v = (normal((2, h, n, D), dtype) for h, n in ((4, 1), (2, N), (2, N)))
                 positions = mx.broadcast_to(mx.arange(N), (2, N))
                 launches += selective_step(

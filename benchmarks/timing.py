@@ -19,15 +19,18 @@ ROUNDS, TOGETHER = 9, 10
 LIMIT = 5e-3
 
 
-def median_ms(calls: Sequence[Callable], together: int = TOGETHER) -> list[float]:
+def median_ms(
+    calls: Sequence[Callable], together: int = TOGETHER, rounds: int = ROUNDS
+) -> list[float]:
     """Milliseconds of one call of each, taking turns.
 
     Args:
         calls: functions of no arguments that give arrays, MLX's or PyTorch's.
         together: how many calls are waited for together.
+        rounds: of which the median is taken; one more warms up.
     """
     spent = [[] for _ in calls]
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for call, times in zip(calls, spent, strict=True):
             mx.synchronize()
             begin = time.perf_counter()

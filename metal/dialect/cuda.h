@@ -30,6 +30,27 @@ METAL_FUNC To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "as many bits");
   return *reinterpret_cast<const To*>(&x);
 }
+// W neighbouring elements, read at once from an address that is a multiple of their size or of 16. They stay in
+// words: on the way round a loop the compiler would give each half of one a register.
+template <typename T, int W>
+struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Run {
+  uint words[W * sizeof(T) / 4];
+  METAL_FUNC float at(short e) const {
+    if constexpr (sizeof(T) == 4) {
+      return as_type<T>(words[e]);
+    } else {
+      return float(as_type<T>(ushort(words[e / 2] >> (e % 2 * 16))));
+    }
+  }
+  METAL_FUNC void set(short e, T value) {
+    if constexpr (sizeof(T) == 4) {
+      words[e] = as_type<uint>(value);
+    } else {
+      const uint bits = as_type<ushort>(value);
+      words[e / 2] = e % 2 == 0 ? bits : words[e / 2] | bits << 16;
+    }
+  }
+};
 
 namespace metal {
 enum class mem_flags { mem_none, mem_threadgroup, mem_device };

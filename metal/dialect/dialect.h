@@ -15,6 +15,13 @@
 // Whether vectors of sixteen bytes may be read from here on.
 template <typename T>
 METAL_FUNC bool begins_vector(const device T* p) { return reinterpret_cast<size_t>(p) % 16 == 0; }
+// W neighbouring elements, read at once from an address that is a multiple of their size or of 16.
+template <typename T, int W>
+struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Run {
+  T x[W];
+  METAL_FUNC float at(short e) const { return float(x[e]); }
+  METAL_FUNC void set(short e, T value) { x[e] = value; }
+};
 // A number that is the same in all lanes of a simdgroup: CUDA's compiler has to be told.
 METAL_FUNC int same_in_simdgroup(int x) { return x; }
 #endif

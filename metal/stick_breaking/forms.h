@@ -5,6 +5,7 @@
 //   left of the stick, with `used` the sum of a row's weights.
 #pragma once
 #include "../tile/scan.h"
+#include "softplus.h"
 
 // NaN stays NaN.
 METAL_FUNC float at_most(float x, float limit) { return x > limit ? limit : x; }
@@ -69,17 +70,6 @@ struct LogForm {
 
   METAL_FUNC static bool used_up(float left) { return left <= -29; }
   METAL_FUNC static float remainder(float left, float) { return metal::fast::exp2(left); }
-
-  // log2(1 + x) of x in [0, 1], off by 2e-7 of it at most: log2 of a GPU is off by 2^-22 near 1, whatever x is.
-  // 2 log2(e) artanh(s) / s with s = x / (2 + x) is a polynomial of s^2, here fitted by least squares.
-  METAL_FUNC static float log2_of_one_plus(float x) {
-    const float s = metal::fast::divide(x, 2 + x), square = s * s;
-    float sum = 0.40614976f;
-    sum = metal::fma(sum, square, 0.40331964f);
-    sum = metal::fma(sum, square, 0.57745648f);
-    sum = metal::fma(sum, square, 0.96179062f);
-    return s * metal::fma(sum, square, 2.8853901f);
-  }
 
   template <int R, int C>
   METAL_FUNC static void take(thread Tile<R, C>& s, thread Rows<R>& left, float scale, ushort index) {

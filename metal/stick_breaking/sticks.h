@@ -1,13 +1,16 @@
 // Sticks of single queries: 32 keys at a time, one a lane as tile/query.h has them, and parts made one. What is
-// left is a logarithm, as in LogForm: many keys that take little are added up exactly enough.
+// left is a logarithm, as in LogForm of forms.h: many keys that take little are added up exactly enough.
 #pragma once
-#include "../tile/query.h"
-#include "forms.h"
+#include "../tile/lanes.h"
+#include "softplus.h"
+
+// Whether at most 2^-29 is left, by its log2.
+METAL_FUNC bool used_up(float left) { return left <= -29; }
 
 // From the logit, in base 2, of the lane's own key to its weight. `left`, log2 of what is left of the stick and
 // the same in all lanes, takes in the 32 keys.
 METAL_FUNC float take_share(float z, thread float& left, ushort lane) {
-  const float tail = LogForm::log2_of_one_plus(metal::fast::exp2(-metal::abs(z)));
+  const float tail = log2_of_one_plus(metal::fast::exp2(-metal::abs(z)));
   const float broken = (z < 0 ? 0 : z) + tail; // -log2(1 - beta)
   // The lanes' keys are not in the lanes' order: lane l gets the key that is l-th of the 32.
   float nearer = 0, total = metal::simd_shuffle(broken, ushort(lane % 4 * 8 + lane / 4));

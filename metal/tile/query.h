@@ -31,7 +31,7 @@ struct Rows32 {
   static constant constexpr const short W = D % 64 == 0 ? 8 : D % 32 == 0 ? 4 : 2; // read at once
   Run<T, W> x[8][D / 8 / W];
 
-  METAL_FUNC float at(short c, short e) const { return float(x[c][e / W].x[e % W]); }
+  METAL_FUNC float at(short c, short e) const { return x[c][e / W].at(e % W); }
 
   // From `first` on; beyond `end` the last one again. VECTORS: as rows.in_vectors() says.
   template <bool VECTORS>
@@ -50,7 +50,7 @@ struct Rows32 {
       } else {
 #pragma unroll
         for (short e = 0; e < D / 8; e++) {
-          x[c][e / W].x[e % W] = source[(e / W * 8 * W + part * W + e % W) * rows.element];
+          x[c][e / W].set(e % W, source[(e / W * 8 * W + part * W + e % W) * rows.element]);
         }
       }
     }
@@ -145,19 +145,3 @@ struct Query {
     }
   }
 };
-
-METAL_FUNC float simd_total(float x) {
-#pragma unroll
-  for (ushort step = 1; step < 32; step *= 2) {
-    x += metal::simd_shuffle_xor(x, step);
-  }
-  return x;
-}
-
-METAL_FUNC float simd_largest(float x) {
-#pragma unroll
-  for (ushort step = 1; step < 32; step *= 2) {
-    x = metal::max(x, metal::simd_shuffle_xor(x, step));
-  }
-  return x;
-}

@@ -1,19 +1,7 @@
 // A value for each row of a tile: reductions over its columns.
 #pragma once
+#include "lanes.h"
 #include "tile.h"
-
-struct Sum {
-  static constant constexpr const bool IDEMPOTENT = false;
-  METAL_FUNC static float of(float a, float b) { return a + b; }
-};
-struct Product {
-  static constant constexpr const bool IDEMPOTENT = false;
-  METAL_FUNC static float of(float a, float b) { return a * b; }
-};
-struct Max {
-  static constant constexpr const bool IDEMPOTENT = true;
-  METAL_FUNC static float of(float a, float b) { return metal::max(a, b); }
-};
 
 // r = Op over the lanes that hold a part of the row: all of them end with the same value.
 template <typename Op, int R>

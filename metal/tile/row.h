@@ -2,12 +2,6 @@
 #pragma once
 #include "layout.h"
 
-// W neighbouring elements, read at once from an address that is a multiple of their size or of 16.
-template <typename T, int W>
-struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Run {
-  T x[W];
-};
-
 template <int D>
 struct Row {
   static constant constexpr const short SIZE = (D + 31) / 32;

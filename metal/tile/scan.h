@@ -5,17 +5,6 @@
 #include "reduce.h"
 #include "tile.h"
 
-// Op over the lanes that differ in one bit of their index; `before` gains what comes from the lane
-// that stands earlier in the order of the scan.
-template <typename Op = Sum>
-METAL_FUNC void scan_step(thread float& before, thread float& total, ushort index, short bit, bool reverse) {
-  const float other = metal::simd_shuffle_xor(total, ushort(bit));
-  if (((index & bit) != 0) != reverse) {
-    before = Op::of(before, other);
-  }
-  total = Op::of(total, other);
-}
-
 // Across the lanes of each row: `before` gains Op over the totals of the lanes that stand earlier
 // (REVERSE: later), `total` becomes that of the row. For columns that lie in Runs.
 template <typename Op, bool REVERSE, int R>

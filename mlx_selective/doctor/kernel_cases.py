@@ -223,7 +223,7 @@ CHECKS = (
         plain=_plain_step,
         truth=_true_step,
         results=("output", "F", "slot"),
-        parts=("selective_decode", "selective_combine"),
+        parts=("selective_decode", "selective_decode_split", "selective_combine"),
     ),
     KernelCheck(
         name="stick_breaking_attention",
@@ -248,7 +248,7 @@ CHECKS = (
         plain=lambda q, k, v: plain_stick_breaking(q, k, v, scale=_scale(q), attend_current=False),
         truth=_true_stick_breaking,
         results=("output", "remainder"),
-        parts=("stick_breaking_decode", "stick_breaking_combine"),
+        parts=("stick_breaking_decode", "stick_breaking_decode_split", "stick_breaking_combine"),
     ),
     KernelCheck(
         name="ssa_temperature",

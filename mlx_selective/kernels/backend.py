@@ -21,6 +21,12 @@ class Backend(NamedTuple):
     reason: str = ""
 
 
+# made once: every call of a kernel asks
+_METAL, _CUDA = Backend("metal"), Backend("cuda")
+_ON_CPU = Backend(None, "MLX computes on the CPU")
+_NEITHER = Backend(None, "MLX has neither Metal nor CUDA here")
+
+
 def find_backend() -> Backend:
     """The backend that kernels run on now: it follows the setting and MLX's default device.
 
@@ -41,11 +47,9 @@ def find_backend() -> Backend:
 
 def _available() -> Backend:
     if current_launcher() is not None:
-        return Backend("metal")
+        return _METAL
     if mx.default_device() != mx.gpu:
-        return Backend(None, "MLX computes on the CPU")
+        return _ON_CPU
     if mx.metal.is_available():
-        return Backend("metal")
-    if mx.cuda.is_available():
-        return Backend("cuda")
-    return Backend(None, "MLX has neither Metal nor CUDA here")
+        return _METAL
+    return _CUDA if mx.cuda.is_available() else _NEITHER

@@ -13,6 +13,7 @@ from .backend import find_backend
 from .blocks import HEAD_SIZES, METAL, Blocks, heads_together
 from .choice import FLOATS
 from .kernel import Kernel, Launch
+from .signature import constants
 from .threadgroup_memory import block_bytes
 
 _KERNEL = Kernel("attention/causal.metal")
@@ -89,7 +90,7 @@ def _prepare(kernel, backend, dtype, shape, keys_shape, scale, blocks) -> Launch
         shared_memory=block_bytes(
             2 * blocks.pairs * blocks.keys + blocks.queries * blocks.staged, D, dtype
         ),
-        numbers=[mx.array([T, N, H // heads], mx.int32), mx.array([scale], mx.float32)],
+        numbers=[constants([T, N, H // heads], mx.int32), constants([scale], mx.float32)],
     )
 
 

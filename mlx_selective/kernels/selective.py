@@ -12,6 +12,7 @@ from .graphs import Graphs
 from .kernel import Kernel, Launch
 from .selective_chunks import cut_queries, share_queries
 from .selective_mask import Masks
+from .signature import constants
 from .threadgroup_memory import block_bytes
 
 ATTENTION = Kernel("selective/attention.metal")
@@ -187,7 +188,7 @@ def _prepare(kernel, dtype, mask_dtype, part, shape, keys_shape, backend, scale,
         output_shapes=[(B, H, rows, D)],
         output_dtypes=[dtype],
         shared_memory=shared_bytes(blocks, D, dtype),
-        numbers=[mx.array(sizes, mx.int32), mx.array([scale], mx.float32)],
+        numbers=[constants(sizes, mx.int32), constants([scale], mx.float32)],
     )
 
 

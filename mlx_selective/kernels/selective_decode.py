@@ -10,10 +10,11 @@ from .choice import choose_backend, why_not_heads, why_not_scale
 from .gradient import with_gradient_of
 from .graphs import Graphs
 from .kernel import Kernel, Launch
-from .signature import CONSTANT_BELOW
-from .splits import ahead, share_keys
+from .signature import CONSTANT_BELOW, constants
+from .splits import MOST_SPLITS, ahead, share_keys
 
 DECODE = Kernel("selective/decode.metal")
+SPLIT = Kernel("selective/decode_split.metal")
 COMBINE = Kernel("selective/combine.metal")
 
 
@@ -60,7 +61,15 @@ def selective_decode(
     if backend is None:
         return None
 
-    settings = definition, (DECODE, COMBINE), backend, q.dtype, q.shape, k.shape[1:3], float(scale)
+    settings = (
+        definition,
+        (DECODE, SPLIT, COMBINE),
+        backend,
+        q.dtype,
+        q.shape,
+        k.shape[1:3],
+        float(scale),
+    )
     evicts = _padded(tuple(evicts))
     return _graphs(*settings)(q, k, v, F, query_positions, key_positions, evicts)
 
@@ -73,8 +82,11 @@ def _step(definition, kernels, backend, dtype, shape, keys_shape, scale):
     def launches(q, k, v, F, query_positions, key_positions, evicts):
         # at least eight of them, as device memory begins with; not copied
         own = mx.broadcast_to(query_positions, (shape[0], CONSTANT_BELOW))
-        out, evicted, after, parts = first(q, k, v, F, key_positions, own, evicts)
-        if second is not None:
+        found = first(q, k, v, F, key_positions, own, evicts)
+        if second is None:
+            out, evicted, after = found
+        else:
+            after, parts = found
             out, evicted = second(parts)
         return [out, after, evicted]
 
@@ -111,35 +123,37 @@ def _prepare(kernels, backend, dtype, shape, keys_shape, scale) -> tuple[Launch,
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N) = shape, keys_shape
     heads, simdgroups, keys, splits = share_keys(H // Hkv, B * H, N, D, backend)
-    split, given = splits > 1, [shape, (B, 1)]
-    # what a launch does not write has one element
-    found = B * H * splits * (D + 2)
-    outputs = [(1,), (1,), (B, N), (found + 3 * B * splits,)] if split else [*given, (B, N), (1,)]
-    first = kernels[0].prepare(
+    found, results = B * H * splits * (D + 2), ([shape, (B, 1)], [dtype, mx.int32])
+    if splits == 1:
+        kernel, shapes, dtypes = kernels[0], [*results[0], (B, N)], [*results[1], mx.float32]
+    else:
+        kernel, shapes, dtypes = kernels[1], [(B, N), (found + 3 * B * splits,)], [mx.float32] * 2
+    first = kernel.prepare(
         template={
             "T": dtype,
             "D": D,
             "HEADS": heads,
             "SIMDGROUPS": simdgroups,
-            "SPLIT": split,
             "AHEAD": ahead(backend, dtype),
         },
         grid=(splits * simdgroups * 32, H // heads, B),
         threadgroup=(simdgroups * 32, 1, 1),
-        output_shapes=outputs,
-        output_dtypes=[dtype, mx.int32, mx.float32, mx.float32],
+        output_shapes=shapes,
+        output_dtypes=dtypes,
         shared_memory=4 * simdgroups * (heads * (D + 2) + 3),
         numbers=[
-            mx.array([N, H, Hkv, splits, keys, found], mx.int32),
-            mx.array([scale], mx.float32),
+            constants([N, H, Hkv, keys, splits, found], mx.int32),
+            constants([scale], mx.float32),
         ],
     )
-    second = kernels[1].prepare(
-        template={"T": dtype, "D": D},
+    if splits == 1:
+        return first, None
+    second = kernels[2].prepare(
+        template={"T": dtype, "D": D, "MOST": MOST_SPLITS},
         grid=(B * H * 128, 1, 1),
         threadgroup=(128, 1, 1),
-        output_shapes=given,
-        output_dtypes=[dtype, mx.int32],
-        numbers=[mx.array([splits, H, found], mx.int32)],
+        output_shapes=results[0],
+        output_dtypes=results[1],
+        numbers=[constants([splits, H, found], mx.int32)],
     )
-    return first, second if split else None
+    return first, second

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from .blocks import whole
 from .kernel import Kernel, Launch
+from .signature import constants
 from .threadgroup_memory import block_bytes
 
 SUMS = Kernel("selective/sums.metal")
@@ -146,7 +147,7 @@ def _prepare_sums(kernel, q_dtype, shape, keys_shape, backend, align, block, sca
         output_shapes=[(B, blocks, P)],
         output_dtypes=[mx.float32],
         shared_memory=block_bytes(align, D, q_dtype),
-        numbers=[mx.array([T, N, H, Hkv], mx.int32), mx.array([scale], mx.float32)],
+        numbers=[constants([T, N, H, Hkv], mx.int32), constants([scale], mx.float32)],
     )
 
 
@@ -175,7 +176,7 @@ def _prepare_mask(
         output_shapes=[(8,) if again else (room,), (B, rows, width // 16) if remaining else (1,)],
         output_dtypes=[dtype, mx.float32],
         shared_memory=block_bytes(sizes.keys + sizes.rows, D, q_dtype),
-        numbers=[mx.array(numbers, mx.int32), mx.array([scale, TAU], mx.float32)],
+        numbers=[constants(numbers, mx.int32), constants([scale, TAU], mx.float32)],
     )
 
 

@@ -1,6 +1,7 @@
 """The parameters of a kernel as its file declares them, and as MLX will write them."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -62,6 +63,15 @@ _BUFFER = re.compile(
 )
 _ATTRIBUTE = re.compile(r"(\w+) (\w+) ?\[\[ ?(\w+) ?\]\]")
 _TEMPLATE = re.compile(r"(typename|int|bool) (\w+)")
+
+
+def constants(numbers: Sequence[float], dtype: mx.Dtype) -> mx.array:
+    """Numbers for a kernel's constant memory, fewer than eight, filled up to four with zeros.
+
+    On CUDA, MLX has arrays of at most eight bytes in the host's memory: a kernel that begins by
+    reading one waits two to four microseconds for it.
+    """
+    return mx.array([*numbers, *[0] * (4 - len(numbers))], dtype)
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,16 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .blocks import whole
+
 #: elements of a threadgroup's queries, as registers allow
 ELEMENTS = 320
-#: simdgroups of a threadgroup at most: each of its threads may need 255 registers on CUDA
-SIMDGROUPS = 8
-#: by backend, keys up to which one threadgroup goes through all: a second launch takes longer
-ALONE = {"metal": 512, "cuda": 4096}
+#: of a threadgroup whose queries have so many elements at most, CUDA holds two at a time, or one
+#: of a half more simdgroups (105 to 128 registers a thread, up to 254 with more elements)
+FEW_ELEMENTS = 64
 #: keys of a split at least; splits at most, so that joining them is short
 SPLIT, MOST_SPLITS = 512, 64
-#: by backend, threadgroups from which on more splits gain nothing
+#: by backend, threadgroups from which on more splits gain nothing (on CUDA of the larger kind)
 ENOUGH = {"metal": 2048, "cuda": 128}
 
 
@@ -36,14 +37,18 @@ def share_keys(group: int, queries: int, keys: int, head_size: int, backend: str
         backend: that the kernel runs on.
     """
     heads = next(n for n in (4, 2, 1) if group % n == 0 and (n == 1 or n * head_size <= ELEMENTS))
-    simdgroups = 4
-    while simdgroups < SIMDGROUPS and 64 * simdgroups < keys:
-        simdgroups *= 2
-    step = 32 * simdgroups
-    if keys <= ALONE[backend]:
-        return Splits(heads, simdgroups, -(-keys // step) * step, 1)
-    most = min(MOST_SPLITS, max(1, ENOUGH[backend] * heads // queries))
-    each = max(SPLIT, step * -(-keys // (most * step)))
+    cuda = backend == "cuda"
+    if keys <= (2**18 // head_size if cuda else 512):
+        # a second launch would take longer; one threadgroup for each head of queries has the
+        # most of a GPU (measured on an H200)
+        heads = 1 if cuda else heads
+        sizes = (4, 8, 12) if cuda and head_size <= FEW_ELEMENTS else (4, 8)
+        simdgroups = next((n for n in sizes if 64 * n >= keys), sizes[-1])
+        return Splits(heads, simdgroups, whole(keys, 32 * simdgroups), 1)
+    simdgroups = 8
+    enough = ENOUGH[backend] * (2 if cuda and heads * head_size <= FEW_ELEMENTS else 1)
+    most = min(MOST_SPLITS, max(1, enough * heads // queries))
+    each = max(SPLIT, whole(-(-keys // most), 32 * simdgroups))
     return Splits(heads, simdgroups, each, -(-keys // each))
 
 

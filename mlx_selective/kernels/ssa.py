@@ -9,7 +9,7 @@ import mlx.core as mx
 from .choice import choose_backend, why_not_array
 from .gradient import with_gradient_of
 from .kernel import Kernel
-from .signature import CONSTANT_BELOW
+from .signature import CONSTANT_BELOW, constants
 
 TEMPERATURE = Kernel("ssa/temperature.metal")
 #: head sizes D that the kernel is written for
@@ -83,4 +83,4 @@ def _launch(x: mx.array, tau: mx.array) -> mx.array:
 @lru_cache(maxsize=64)
 def _sizes(tokens: int) -> mx.array:
     """What the kernel reads from constant memory; kept, since making arrays takes time too."""
-    return mx.array([tokens], mx.int32)
+    return constants([tokens], mx.int32)

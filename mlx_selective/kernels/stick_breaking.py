@@ -11,7 +11,7 @@ from .choice import choose_backend, why_not_array, why_not_scale
 from .gradient import with_gradient_of
 from .graphs import Graphs
 from .kernel import Kernel, Launch
-from .signature import CONSTANT_BELOW
+from .signature import CONSTANT_BELOW, constants
 from .threadgroup_memory import block_bytes
 
 KERNEL = Kernel("stick_breaking/attention.metal")
@@ -160,7 +160,7 @@ def _prepare(settings, shape, keys_shape) -> Launch:
         output_shapes=[shape, (B, H, T)],
         output_dtypes=[output_dtype, mx.float32],
         shared_memory=shared_bytes(blocks, D, dtype),
-        numbers=[mx.array([T, N, H, H // heads], mx.int32), mx.array([scale], mx.float32)],
+        numbers=[constants([T, N, H, H // heads], mx.int32), constants([scale], mx.float32)],
     )
 
 

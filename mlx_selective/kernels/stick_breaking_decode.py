@@ -10,10 +10,12 @@ from .choice import choose_backend, why_not_heads, why_not_scale
 from .gradient import with_gradient_of
 from .graphs import Graphs
 from .kernel import Kernel, Launch
-from .splits import ahead, share_keys
+from .signature import constants
+from .splits import MOST_SPLITS, ahead, share_keys
 from .stick_breaking import device_begins, why_not_begins
 
 DECODE = Kernel("stick_breaking/decode.metal")
+SPLIT = Kernel("stick_breaking/decode_split.metal")
 COMBINE = Kernel("stick_breaking/combine.metal")
 
 
@@ -57,7 +59,7 @@ def stick_breaking_decode(
         return None
     dtypes, shapes = (q.dtype, output_dtype or q.dtype), (q.shape, k.shape[1:3])
     function = _graphs(
-        definition, (DECODE, COMBINE), backend, dtypes, *shapes, float(scale), attend_current
+        definition, (DECODE, SPLIT, COMBINE), backend, dtypes, *shapes, float(scale), attend_current
     )
     return tuple(function(q, k, v) if begins is None else function(q, k, v, begins))
 
@@ -72,8 +74,8 @@ def _step(definition, kernels, backend, dtypes, shape, keys_shape, scale, attend
         return list(definition(q, k, v, begins=begins, **options))
 
     def launches(q, k, v, begins=None):
-        out, remainder = first(q, k, v, device_begins(begins, shape[0]))
-        return [out, remainder] if second is None else second(remainder)
+        found = first(q, k, v, device_begins(begins, shape[0]))
+        return found if second is None else second(*found)
 
     return launches, with_gradient_of(plain, launches)
 
@@ -95,32 +97,39 @@ def _prepare(
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N), (dtype, output_dtype) = shape, keys_shape, dtypes
     heads, simdgroups, keys, splits = share_keys(H // Hkv, B * H, N, D, backend)
-    split, given = splits > 1, [shape, (B, H, 1)]
-    sizes = (N, H, Hkv, splits, keys, end)
-    first = kernels[0].prepare(
-        template={
-            "T": dtype,
-            "O": output_dtype,
-            "D": D,
-            "HEADS": heads,
-            "SIMDGROUPS": simdgroups,
-            "SPLIT": split,
-            "AHEAD": ahead(backend, dtype),
-        },
+    results = [shape, (B, H, 1)], [output_dtype, mx.float32]
+    template = {
+        "T": dtype,
+        "D": D,
+        "HEADS": heads,
+        "SIMDGROUPS": simdgroups,
+        "AHEAD": ahead(backend, dtype),
+    }
+    if splits == 1:
+        kernel, shapes, dtypes = kernels[0], *results
+        template["O"] = output_dtype
+    else:
+        kernel, shapes, dtypes = kernels[1], [(B, H, splits, D + 1)], [mx.float32]
+    first = kernel.prepare(
+        template=template,
         grid=(splits * simdgroups * 32, H // heads, B),
         threadgroup=(simdgroups * 32, 1, 1),
-        # what a launch does not write has one element
-        output_shapes=[(1,), (B, H, splits, D + 1)] if split else given,
-        output_dtypes=[output_dtype, mx.float32],
+        output_shapes=shapes,
+        output_dtypes=dtypes,
         shared_memory=4 * simdgroups * heads * (D + 1),
-        numbers=[mx.array(sizes, mx.int32), mx.array([scale], mx.float32)],
+        numbers=[
+            constants([N, H, Hkv, end, keys, splits], mx.int32),
+            constants([scale], mx.float32),
+        ],
     )
-    second = kernels[1].prepare(
-        template={"O": output_dtype, "D": D},
+    if splits == 1:
+        return first, None
+    second = kernels[2].prepare(
+        template={"O": output_dtype, "D": D, "MOST": MOST_SPLITS},
         grid=(B * H * 128, 1, 1),
         threadgroup=(128, 1, 1),
-        output_shapes=given,
-        output_dtypes=[output_dtype, mx.float32],
-        numbers=[mx.array([splits], mx.int32)],
+        output_shapes=results[0],
+        output_dtypes=results[1],
+        numbers=[constants([splits], mx.int32)],
     )
-    return first, second if split else None
+    return first, second

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from .kernel import Kernel
+from .signature import constants
 from .threadgroup_memory import block_bytes
 
 _KERNEL = Kernel("check/tile_words.metal")
@@ -49,7 +50,7 @@ def tile_words(a: mx.array, b: mx.array, v: mx.array) -> list[mx.array]:
     square = (ROWS, COLUMNS)
     shapes = [square, square, square, (ROWS,), *[square] * 4, (ROWS, DEPTH)]
     return _KERNEL(
-        inputs=[a, b, v, mx.array([VALID_ROWS], mx.int32)],
+        inputs=[a, b, v, constants([VALID_ROWS], mx.int32)],
         template={"T": a.dtype, "R": ROWS, "C": COLUMNS, "K": DEPTH},
         grid=(32, 1, 1),
         threadgroup=(32, 1, 1),
