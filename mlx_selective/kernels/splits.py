@@ -11,6 +11,8 @@ ELEMENTS = 320
 #: of a threadgroup whose queries have so many elements at most, CUDA holds two at a time, or one
 #: of a half more simdgroups (105 to 128 registers a thread, up to 254 with more elements)
 FEW_ELEMENTS = 64
+#: by backend, keys up to which one threadgroup goes through all: a second launch takes longer
+ALONE = {"metal": 512, "cuda": 4096}
 #: keys of a split at least; splits at most, so that joining them is short
 SPLIT, MOST_SPLITS = 512, 64
 #: by backend, threadgroups from which on more splits gain nothing (on CUDA of the larger kind)
@@ -38,9 +40,8 @@ def share_keys(group: int, queries: int, keys: int, head_size: int, backend: str
     """
     heads = next(n for n in (4, 2, 1) if group % n == 0 and (n == 1 or n * head_size <= ELEMENTS))
     cuda = backend == "cuda"
-    if keys <= (2**18 // head_size if cuda else 512):
-        # a second launch would take longer; one threadgroup for each head of queries has the
-        # most of a GPU (measured on an H200)
+    if keys <= ALONE[backend]:
+        # one threadgroup for each head of queries has the most of a GPU (measured on an H200)
         heads = 1 if cuda else heads
         sizes = (4, 8, 12) if cuda and head_size <= FEW_ELEMENTS else (4, 8)
         simdgroups = next((n for n in sizes if 64 * n >= keys), sizes[-1])
