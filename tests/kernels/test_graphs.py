@@ -1,21 +1,27 @@
 """Graphs that are kept: traced once a thread, right for other arrays, with derivatives."""
 
 import gc
+import re
 import shutil
+import tempfile
 import threading
+from contextlib import nullcontext
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from place import graphs_kept
 
-from mlx_selective import stick_breaking_attention
+from mlx_selective import selective_attention, stick_breaking_attention
 from mlx_selective.attention.selective.definition import plain_selective, selective_step
 from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
 from mlx_selective.kernels import Backend, choice, record
+from mlx_selective.kernels import selective as selective_prompt
 from mlx_selective.kernels import selective_decode as selective
+from mlx_selective.kernels import stick_breaking as stick_prompt
 from mlx_selective.kernels import stick_breaking_decode as sticks
 from mlx_selective.kernels.gradient import with_gradient_of
-from mlx_selective.kernels.graphs import KEPT, Graphs
+from mlx_selective.kernels.graphs import KEPT, Graphs, are_traced
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +78,42 @@ def test_derivatives_and_outer_graphs(times, traced):
         assert mx.compile(lambda x: times(3)(x)[0] + 1)(x).tolist() == [4, 13]
         assert mx.compile(mx.grad(lambda x: times(3)(x)[0].sum()))(x).tolist() == [30, 30]
         assert times(3)(x)[0].tolist() == [3, 12]
+
+
+def test_graphs_hold_launches_without_what_derivatives_need(times):
+    """Each custom function, and each stop of a gradient, would take time at every call."""
+    x = mx.array([1.0, 4.0])
+    times(2)(x)  # traced
+    for compiled, names in ((True, {"Matmul"}), (False, {"Matmul", "CustomTransforms"})):
+        with nullcontext() if compiled else record():
+            out = times(2)(x)[0]
+        with tempfile.NamedTemporaryFile("w+", suffix=".dot") as file:
+            mx.export_to_dot(file.name, out)
+            shown = set(re.findall(r'label ?= ?"(\w+)"', Path(file.name).read_text()))
+        assert names <= shown and ("CustomTransforms" in shown) == (not compiled)
+
+
+def test_who_is_traced():
+    x = mx.array([1.0])
+    seen = {}
+
+    def look(name):
+        def function(x):
+            seen[name] = are_traced([mx.array([2.0]), x])
+            return (x * x).sum()
+
+        return function
+
+    assert not are_traced([x, x + 1, mx.eval(x * 2) or x])
+    look("nothing")(x)
+    mx.grad(look("grad"))(x)
+    mx.jvp(lambda x: [look("jvp")(x)], [x], [x])
+    mx.vmap(look("vmap"))(x[None])
+    mx.compile(look("compile"))(x)
+    mx.checkpoint(look("checkpoint"))(x)
+    mx.grad(mx.checkpoint(look("grad of a checkpoint")))(x)
+    assert not seen.pop("nothing") and not seen.pop("checkpoint")
+    assert all(seen.values()) and len(seen) == 5
 
 
 def test_each_thread_and_stream_has_its_own(times, traced):
@@ -207,3 +249,70 @@ def test_derivatives_before_and_after_a_graph_is_kept(launches, monkeypatch, fir
     monkeypatch.setattr(choice, "find_backend", lambda: Backend(None, "for comparison"))
     for one, other in zip(ours, mx.grad(loss, (0, 1, 2, 3))(q, k, v, F), strict=True):
         assert mx.allclose(one, other, atol=1e-5)
+
+
+# The same over prompts ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompt_launches(monkeypatch):
+    built = []
+
+    def selective(q, k, v, F, positions, scale, backend, blocks, remaining, chunk):
+        built.append("selective")
+        state = {"query_positions": positions[0], "key_positions": positions[1]}
+        state |= {"remaining": remaining, "documents": None, "block_size": 4}
+        return plain_selective(q, k, v, F, scale=scale, **state)
+
+    def stick(settings, shape, keys_shape):
+        def launch(q, k, v, begins):
+            built.append("stick-breaking")
+            return stick_definition(q, k, v, settings[2], settings[3], begins[: len(q)])
+
+        return launch
+
+    monkeypatch.setattr(choice, "find_backend", lambda: Backend("metal"))
+    monkeypatch.setattr(selective_prompt, "_launch", selective)
+    monkeypatch.setattr(stick_prompt, "_prepare", stick)
+    return built
+
+
+def prompt(seed, T=7, N=12):
+    keys = mx.random.split(mx.random.key(seed), 3)
+    shapes = [(2, 4, T, 64), (2, 2, N, 64), (2, 2, N, 64)]
+    return [mx.random.normal(s, key=key) for s, key in zip(shapes, keys, strict=True)]
+
+
+def attend_prompt(q, k, v, scale=0.1):
+    out, F, needed = selective_attention(
+        q, k, v, scale=scale, return_F=True, return_remaining=True, key_positions=mx.arange(12)
+    )
+    return [out, F, needed, *stick_breaking_attention(q, k, v, scale=scale)]
+
+
+def test_one_graph_serves_other_prompts(prompt_launches, monkeypatch):
+    ours = [attend_prompt(*prompt(seed)) for seed in range(3)]
+    assert prompt_launches == ["selective", "stick-breaking"]
+    attend_prompt(*prompt(0, T=6))
+    attend_prompt(*prompt(0), scale=0.2)
+    assert prompt_launches == ["selective", "stick-breaking"] * 3
+    monkeypatch.setattr(choice, "find_backend", lambda: Backend(None, "for comparison"))
+    for seed, found in enumerate(ours):
+        for one, other in zip(found, attend_prompt(*prompt(seed)), strict=True):
+            assert mx.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_prompts_derivatives_before_and_after(prompt_launches, monkeypatch, first):
+    arrays = prompt(5)
+
+    def loss(*arrays):
+        return sum((one * mx.cos(one)).sum() for one in attend_prompt(*arrays))
+
+    if first:
+        mx.eval(loss(*arrays))
+    ours = mx.grad(loss, (0, 1, 2))(*arrays)
+    assert prompt_launches
+    monkeypatch.setattr(choice, "find_backend", lambda: Backend(None, "for comparison"))
+    for one, other in zip(ours, mx.grad(loss, (0, 1, 2))(*arrays), strict=True):
+        assert mx.allclose(one, other, atol=1e-4)

@@ -4,7 +4,17 @@ import mlx.core as mx
 import pytest
 from kernel_files import SCALE_ROWS, generated, write
 
-from mlx_selective.kernels import Kernel, KernelError, launched_by, outputs_start_as, record
+from mlx_selective import selective_attention, stick_breaking_attention
+from mlx_selective.attention.selective.definition import selective_step
+from mlx_selective.attention.ssa.definition import multiply_rows
+from mlx_selective.kernels import (
+    Kernel,
+    KernelError,
+    launched_by,
+    outputs_start_as,
+    record,
+    ssa_temperature,
+)
 
 ROWS, D = 10, 4
 #: scale_rows of contiguous rows
@@ -206,3 +216,26 @@ def test_a_launcher_is_told_which_inputs_are_written(tmp_path):
         Kernel(write(tmp_path), tmp_path)(**call())
         Kernel(write(tmp_path), tmp_path, overwrites=("by",))(**call())
     assert [told.get("overwrites") for _, told in launcher.calls] == [None, ("by",)]
+
+
+def test_no_kernel_begins_with_a_number_in_the_hosts_memory():
+    """On CUDA, MLX has arrays of at most eight bytes there, and a kernel waits for one for 2 us."""
+    small = {}
+
+    def launcher(kernel, *, inputs, output_shapes, output_dtypes, **_):
+        small[len(small)] = [array for array in inputs if array.nbytes <= 8]
+        return [mx.zeros(s, t) for s, t in zip(output_shapes, output_dtypes, strict=True)]
+
+    with launched_by(launcher), record() as ran:
+        for N in (40, 600):
+            q, k, v = mx.zeros((1, 2, 9, 64)), *[mx.zeros((1, 2, N, 64))] * 2
+            selective_attention(q, k, v, scale=0.1)
+            stick_breaking_attention(q, k, v, scale=0.1)
+            stick_breaking_attention(q[:, :, :1], k, v, scale=0.1)
+            positions = mx.arange(N)[None]
+            state = {"query_positions": positions[:, -1:], "key_positions": positions}
+            F = mx.zeros((1, N))
+            selective_step(q[:, :, :1], k, v, scale=0.1, F=F, evicts=[1], **state)
+        ssa_temperature(q, mx.ones((1, 2, 9, 1)), multiply_rows, smallest=0)
+    assert len({one.kernel for one in ran}) == 11
+    assert small and not any(small.values())
