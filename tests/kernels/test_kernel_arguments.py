@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from place import launching
+from place import BACKEND, launching
 
 from mlx_selective import selective_attention, stick_breaking_attention
 from mlx_selective.attention.selective.definition import selective_step
@@ -116,3 +116,19 @@ def test_masks_never_have_more_elements_than_32_bits_count(backend):
         nbytes = 2 * H * 131072 * 64 * 2
         room, chunks = share_queries(1, H, 131072, 131072, nbytes, 2, blocks)
         assert room < 2**31 and sum(chunk.rows for chunk in chunks) == 131072
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+def test_keys_and_values_backwards(call, axis, monkeypatch):
+    """Their strides are negative: the first element is not the lowest in memory."""
+    function, (q, k, v) = call
+    back = (slice(None),) * axis + (slice(None, None, -1),)
+
+    def backwards(k, v):
+        return function(q, k[back], v[back], 0.2)
+
+    with launching(), record() as ran:
+        ours = backwards(k, v)
+        mx.eval(ours)
+    assert {one.backend for one in ran} == {BACKEND}
+    assert mx.allclose(ours, without_kernels(monkeypatch, backwards, k, v), atol=1e-5)

@@ -20,6 +20,7 @@ class Value:
     strides: tuple[int, ...]  # in elements
     dtype: mx.Dtype
     state: np.ndarray | None = None  # of each byte; None: all are initialised
+    start: int = 0  # byte of the first element: not the lowest one where strides are negative
 
     @classmethod
     def of(cls, array: mx.array, row_contiguous: bool) -> "Value":
@@ -35,7 +36,8 @@ class Value:
         raw = ctypes.string_at(view.ctypes.data + lowest, size)
         state = _touched(view.shape, steps, -lowest, view.itemsize, size)
         strides = tuple(s // view.itemsize for s in view.strides)
-        return cls(np.frombuffer(raw, np.uint8), view.shape, strides, array.dtype, state)
+        data = np.frombuffer(raw, np.uint8)
+        return cls(data, view.shape, strides, array.dtype, state, -lowest)
 
     @classmethod
     def output(cls, shape: tuple[int, ...], dtype: mx.Dtype, init_value: float | None) -> "Value":

@@ -246,6 +246,7 @@ def _arguments(
         name = next(names)
         written = name in overwrites
         given = Argument(name, value.data, value.state, space, read_only=not written)
+        given.start = value.start
         arguments.append(given)
         if value.shape:
             if shape:

@@ -33,6 +33,7 @@ class Argument:
     space: int = DEVICE
     reported: bool = True  # in the counts of bytes
     read_only: bool = False
+    start: int = 0  # byte that the kernel's pointer points to
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class _Arena:
             state = None if argument.state is None else argument.state.ctypes.data
             buffer.data, buffer.size, buffer.state = base + offset, argument.data.size, state
             buffer.space, buffer.read_only = argument.space, argument.read_only
+            buffer.start = argument.start
 
     def take_back(self, arguments: list[Argument | None]) -> None:
         for offset, argument in zip(self.offsets, arguments, strict=True):

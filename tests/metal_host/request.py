@@ -14,6 +14,7 @@ class Buffer(ctypes.Structure):
         ("state", ctypes.c_void_p),
         ("space", U32),
         ("read_only", U32),
+        ("start", U64),
         ("read", U64),
         ("written", U64),
     ]

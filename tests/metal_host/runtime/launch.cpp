@@ -23,7 +23,7 @@ void add_regions(Request& request) {
   if (request.buffer_count > most_buffers) __builtin_trap();  // Python has refused it
   for (u32 i = 0; i < request.buffer_count; ++i) {
     Buffer& buffer = request.buffers[i];
-    pointers[i] = buffer.data;
+    pointers[i] = buffer.data + buffer.start;
     if (!buffer.data) continue;
     buffer.read = buffer.written = 0;
     bool read_only = buffer.read_only || buffer.space == Space::constant;

@@ -22,6 +22,7 @@ struct Buffer {
   ByteState* state;  // of each byte; null: all are initialised
   Space space;
   u32 read_only;
+  u64 start;  // byte that the kernel's pointer points to
   u64 read, written;  // bytes, counted by the launch
 };
 
