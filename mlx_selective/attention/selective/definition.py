@@ -27,6 +27,8 @@ def selective_attention(
     segment_ids: mx.array | None = None,
     return_F: bool = False,
     return_remaining: bool = False,
+    gain: mx.array | float | None = None,
+    keep: mx.array | int | None = None,
     block_size: int = QUERY_BLOCK,
 ) -> mx.array | tuple[mx.array, ...]:
     """Attention in which earlier queries can make later ones forget a key.
@@ -61,6 +63,11 @@ def selective_attention(
         return_remaining: also return how much of its memory each query still needs, the sum of
             1 - min(F[i, j], 1) over the keys j that query i sees: what the paper's memory loss
             counts, with tau = 1.
+        gain: multiplies S, from 0 (no selection) to 1 (the paper's, as None), a number or (), which
+            has no derivative.
+        keep: keys of each row that stay after a block of queries, a number or () int32, as a
+            cache with that budget would have it if the queries came in such blocks: the others,
+            those with the largest F, have F = inf from there on. None for all.
         block_size: queries per block, where no kernel runs.
 
     Returns:
@@ -103,11 +110,11 @@ def selective_attention(
         "remaining": return_remaining,
     }
     results = None
-    if documents is None:
+    if documents is None and gain is None and keep is None:
         results = selective(q, k, v, F, definition=_in_blocks(block_size), **settings)
     if results is None:
         settings |= {"documents": documents, "block_size": block_size}
-        results = plain_selective(q, k, v, F, **settings)
+        results = plain_selective(q, k, v, F, gain=gain, keep=keep, **settings)
     output, F, *remaining = results
     results = [output, *([F] if return_F else []), *remaining]
     return tuple(results) if len(results) > 1 else output
@@ -123,6 +130,7 @@ def selective_step(
     key_positions: mx.array,
     F: mx.array,
     evicts: list[int],
+    gain: float | None = None,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
     """One token of each row over what a cache kept, with the choice of the key to evict.
 
@@ -135,6 +143,7 @@ def selective_step(
         key_positions: (B, N) int32.
         F: (B, N) float32, what earlier queries left on the keys.
         evicts: for each row, whether a key leaves after this token.
+        gain: multiplies S, as for :func:`selective_attention`.
 
     Returns:
         The output (B, H, 1, Dv), F after the token (B, N) float32, and the slots (B, 1) int32
@@ -145,8 +154,10 @@ def selective_step(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
-    found = selective_decode(q, k, v, F, evicts=evicts, definition=_plain_step, **settings)
-    return tuple(found) if found else (*_plain_step(q, k, v, F, **settings), None)
+    found = None
+    if gain is None:
+        found = selective_decode(q, k, v, F, evicts=evicts, definition=_plain_step, **settings)
+    return tuple(found) if found else (*_plain_step(q, k, v, F, gain=gain, **settings), None)
 
 
 @lru_cache(maxsize=8)
@@ -156,7 +167,19 @@ def _in_blocks(block_size: int) -> Callable:
 
 
 def plain_selective(
-    q, k, v, F, query_positions, key_positions, *, scale, remaining, documents, block_size
+    q,
+    k,
+    v,
+    F,
+    query_positions,
+    key_positions,
+    *,
+    scale,
+    remaining,
+    documents,
+    block_size,
+    gain=None,
+    keep=None,
 ):
     """:func:`selective_attention` in plain MLX, whatever kernels there are; all arguments given.
 
@@ -173,11 +196,15 @@ def plain_selective(
             visible = visible & documents.of_block(start, end, reach)[:, 0]
         # The first token is never forgotten, and a token never makes anyone forget itself.
         selectable = visible & (key > 0) & (key < own)
-        output, added, F_rows = _attend(q, k, v, F[:, :reach], visible, selectable)
+        output, added, F_rows = _attend(q, k, v, F[:, :reach], visible, selectable, gain)
         if reach < N:
             added = mx.pad(added, ((0, 0), (0, N - reach)))
+        F = F + added
+        if keep is not None:
+            present = (mx.arange(N) < reach) & (key_positions >= 0)
+            F = forget(F, key_positions, present, own.max(axis=1), keep)
         needed = mx.where(visible, 1 - mx.minimum(F_rows, 1), 0).sum(axis=-1)[:, None]
-        return [F + added, output, *([needed] if remaining else [])]
+        return [F, output, *([needed] if remaining else [])]
 
     scaled = q.astype(mx.float32) * scale
     k, v = k.astype(mx.float32), v.astype(mx.float32)
@@ -189,13 +216,43 @@ def plain_selective(
 _plain_step = partial(plain_selective, remaining=False, documents=None, block_size=1)
 
 
-def _attend(q, k, v, F, visible, selectable):
+def _attend(q, k, v, F, visible, selectable, gain):
     """One block of queries, scaled: its output, what it adds to F, and F as each query sees it."""
     z = head_logits(q, k)
     S = mx.where(selectable, mx.maximum(z[:, 0], 0), 0)
+    if gain is not None:
+        S = S * mx.stop_gradient(mx.array(gain))
     # Exclusive over queries: what a query selects counts for later ones only.
     F_rows = F[:, None]
     if S.shape[1] > 1:
         F_rows = F_rows + mx.cumsum(S, axis=1, inclusive=False)
     weights = masked_softmax(z - F_rows[:, None], visible[:, None])
     return weigh_values(weights, v), S.sum(axis=1), F_rows
+
+
+def forget(
+    F: mx.array, positions: mx.array, present: mx.array, newest: mx.array, keep: mx.array | int
+) -> mx.array:
+    """F with infinity on the keys that leave, so that at most ``keep`` of each row stay.
+
+    The rule of the cache: the largest F leaves, the oldest of equals, the first token and the
+    newest stay. Nothing here has a derivative but F of what stays.
+
+    Args:
+        F: (B, N) float32; infinite where a key has left.
+        positions: (B, N) int32, in order.
+        present: (B, N) bool, keys that have come.
+        newest: (B, 1) int32, the position of the newest.
+        keep: at least 2.
+    """
+    rank = mx.stop_gradient(mx.where((positions <= 0) | (positions == newest), -1.0, F))
+    here = present & (rank < mx.inf)
+    rank = mx.where(here, rank, -2.0)
+    leave = mx.maximum(here.sum(axis=1, keepdims=True) - keep, 0)
+    last = F.shape[1] - mx.maximum(leave, 1)
+    smallest = mx.take_along_axis(mx.sort(rank, axis=1), last, axis=1)
+    above, equal = rank > smallest, rank == smallest
+    # Of the keys that share the last F to go, the oldest go.
+    room = leave - above.sum(axis=1, keepdims=True)
+    gone = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=1) <= room))
+    return mx.where(gone & (leave > 0), mx.inf, F)

@@ -2,19 +2,25 @@
 
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from ...cache.pruned import MIN_BUDGET, PrunedKVCache
 from ...errors import UserError
 from ..method import AttentionMethod, LayerCall
 from .definition import selective_attention, selective_step
+from .memory_loss import TrainingPass, current_pass
 
 
 class SelectiveCall(LayerCall):
     """Attends over the kept keys, then hands the new F to the cache, which prunes."""
 
     def attend(self, queries, keys, values, scale):
-        cache = self.cache
+        cache, gain = self.cache, self.method.gain_if_any
+        training = current_pass()
+        if cache is None and training is not None:
+            return _train(training, queries, keys, values, scale)
         if cache is None:
-            return selective_attention(queries, keys, values, scale=scale)
+            return selective_attention(queries, keys, values, scale=scale, gain=gain)
         if not isinstance(cache, PrunedKVCache):
             raise UserError(
                 f"selective attention keeps F in a PrunedKVCache, got {type(cache).__name__}; "
@@ -24,6 +30,7 @@ class SelectiveCall(LayerCall):
             "query_positions": cache.query_positions,
             "key_positions": cache.live_positions,
             "F": cache.live_F,
+            "gain": gain,
         }
         if queries.shape[2] == 1:
             output, F, slots = selective_step(
@@ -36,6 +43,21 @@ class SelectiveCall(LayerCall):
             )
             cache.prune(F)
         return output
+
+
+def _train(training: TrainingPass, queries, keys, values, scale) -> mx.array:
+    """The output; the pass is left what the layer still needs."""
+    options = {} if training.keep is None else {"block_size": training.block_size}
+    output, remaining = selective_attention(
+        *(queries, keys, values),
+        scale=scale,
+        return_remaining=True,
+        gain=training.gain,
+        keep=training.keep,
+        **options,
+    )
+    training.remaining.append(remaining)
+    return output
 
 
 def check_budget(budget) -> None:
@@ -56,6 +78,11 @@ class Selective(AttentionMethod):
     Args:
         budget: keys that each layer keeps, an int for all layers, a list with one int (or None)
             a layer, or None to keep every key.
+        gain: multiplies what head 0 selects: below 1 in a model on its way to selective
+            attention; config.json has it only there.
+
+    Raises:
+        UserError: if one of them is out of range.
     """
 
     kind = "selective"
@@ -63,10 +90,24 @@ class Selective(AttentionMethod):
     prunable = True
 
     budget: int | list[int | None] | None = None
+    gain: float = 1.0
 
     def __post_init__(self):
+        if type(self.gain) not in (int, float) or not 0 <= self.gain <= 1:
+            raise UserError(f"attention.gain must be a number from 0 to 1, got {self.gain!r}.")
         for budget in self.budget if isinstance(self.budget, list) else [self.budget]:
             check_budget(budget)
+
+    @property
+    def gain_if_any(self) -> float | None:
+        """None for 1, where kernels run and nothing is multiplied."""
+        return None if self.gain == 1 else self.gain
+
+    def to_dict(self):
+        settings = super().to_dict()
+        if self.gain == 1:
+            del settings["gain"]
+        return settings
 
     def with_budget(self, budget):
         return replace(self, budget=budget)
