@@ -9,11 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import _download, load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from .attention import method_from_dict
 from .errors import UserError
 from .files import check_safetensors, find_folder, one_line, read_json
+from .finetune.adapters import load_adapters
 from .model import MODEL_TYPE, Model, ModelArgs
 
 
@@ -113,13 +114,15 @@ def open_model(
 
 
 def open_adapters(model: nn.Module, adapter_path: str | Path) -> nn.Module:
-    """mlx-lm's ``load_adapters``.
+    """Puts an adapter into a model, as mlx-lm's ``load_adapters``.
 
     Raises:
         UserError: if the adapters are missing, damaged, or made for another model.
     """
     try:
         model = load_adapters(model, adapter_path)
+    except UserError as error:
+        raise UserError(f"{adapter_path}: no adapter of this model: {error}") from None
     except Exception as error:  # whatever mlx-lm makes of another model's or a damaged one
         raise UserError(f"{adapter_path}: no adapter of this model: {one_line(error)}") from error
     model.eval()

@@ -87,6 +87,24 @@ class GraftedModel:
         layers = len(self.layers)
         return [method.for_layer(index, layers).make_cache() for index in range(layers)]
 
+    def exchange_attention(self, attention: AttentionMethod) -> None:
+        """Gives every layer other settings of the method that it has.
+
+        Raises:
+            UserError: if they are of another method, or do not fit the layers.
+        """
+        modules = [_grafted_part(layer) for layer in self.layers]
+        methods = [attention.for_layer(index, len(modules)) for index in range(len(modules))]
+        for module, method in zip(modules, methods, strict=True):
+            if type(module.attention_method) is not type(method):
+                raise UserError(
+                    f"{method.kind} attention cannot take the place of "
+                    f"{module.attention_method.kind} attention in a model that is there."
+                )
+        for module, method in zip(modules, methods, strict=True):
+            module.attention_method = method
+        self.attention = attention
+
     @property
     def cast_predicate(self):
         """What mlx-lm may cast: not the method's float32 parameters, nor what the model keeps."""

@@ -70,6 +70,13 @@ def constants(numbers: Sequence[float], dtype: mx.Dtype) -> mx.array:
 
     On CUDA, MLX has arrays of at most eight bytes in the host's memory: a kernel that begins by
     reading one waits two to four microseconds for it.
+
+    Args:
+        numbers: at most seven.
+        dtype: int32 or float32.
+
+    Returns:
+        (4,), or as many as there are numbers.
     """
     return mx.array([*numbers, *[0] * (4 - len(numbers))], dtype)
 

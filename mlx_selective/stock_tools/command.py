@@ -21,6 +21,7 @@ from ..builtin import BUILTIN_MODEL
 from ..cli import OneLineParser
 from ..errors import UserError
 from ..files import one_line, read_json
+from ..finetune.command import add_arguments, finetune
 from ..loading import model_folder, open_adapters, open_model, open_tokenizer
 from ..model import MODEL_TYPE
 from .exchange import exchanged
@@ -28,7 +29,9 @@ from .server import serve
 from .training import train
 
 #: Tools that open the built-in model where no --model is given.
-_BUILTIN_BY_DEFAULT = ("server", "benchmark", "cache_prompt")
+_BUILTIN_BY_DEFAULT = ("server", "benchmark", "cache_prompt", "finetune")
+#: mlx-lm's modules behind commands of another name
+_MODULES = {"finetune": "lora"}
 _TRUST = "--trust-remote-code"
 #: Counts that mlx-lm fails at, far from the flag, when they are below 1.
 _COUNTS = (
@@ -53,11 +56,12 @@ def run(command: str, arguments: list[str]) -> None:
     Raises:
         UserError: on a mistake in the flags, or in a folder or file that they name.
     """
-    tool = importlib.import_module(f"mlx_lm.{command}")
+    tool = importlib.import_module(f"mlx_lm.{_MODULES.get(command, command)}")
     # Of two values of a flag the later counts, so that the user's --model goes before this.
     default = ["--model", str(BUILTIN_MODEL)] if command in _BUILTIN_BY_DEFAULT else []
     parser = {**vars(argparse), "ArgumentParser": _parser_class(command)}
-    start = {"server": serve, "lora": train}.get(command, lambda tool: tool.main())
+    starts = {"server": serve, "lora": train, "finetune": finetune}
+    start = starts.get(command, lambda tool: tool.main())
     with (
         exchanged(mlx_lm_utils, **_openers(command, arguments)),
         exchanged(tool, argparse=types.SimpleNamespace(**parser)),
@@ -75,6 +79,7 @@ def run(command: str, arguments: list[str]) -> None:
 def _openers(command: str, arguments: list[str]) -> dict[str, Callable]:
     """What takes the place of the functions by which mlx-lm opens a model folder."""
     trust = _TRUST in arguments
+    opened: dict[str, dict] = {}
     kv_bits = any(argument.split("=")[0] == "--kv-bits" for argument in arguments)
 
     def open_model_(folder, lazy=False, strict=True, model_config=None, **options):
@@ -88,7 +93,14 @@ def _openers(command: str, arguments: list[str]) -> dict[str, Callable]:
         )
         if kv_bits:
             cache.refuse_quantised_keys(cache.make_prompt_cache(model))
+        opened["config"] = config
         return model, config
+
+    def open_adapters_(model, adapter_path):
+        model = open_adapters(model, adapter_path)
+        if "attention" in opened["config"]:  # an adapter may change it; fuse writes it
+            opened["config"]["attention"] = model.attention.to_dict()
+        return model
 
     def open_tokenizer_(folder, tokenizer_config_extra=None, eos_token_ids=None):
         ours = read_json(Path(folder) / "config.json").get("model_type") == MODEL_TYPE
@@ -102,7 +114,7 @@ def _openers(command: str, arguments: list[str]) -> dict[str, Callable]:
     return {
         "_download": model_folder,
         "load_model": open_model_,
-        "load_adapters": open_adapters,
+        "load_adapters": open_adapters_,
         "load_tokenizer": open_tokenizer_,
     }
 
@@ -117,6 +129,8 @@ def _parser_class(command: str) -> type[argparse.ArgumentParser]:
         def parse_args(self, *args, **options):
             with suppress(argparse.ArgumentError):  # in mlx-lm 0.31 not all tools have it
                 self.add_argument(_TRUST, action="store_true", help="Trust a folder's code.")
+            if command == "finetune":
+                add_arguments(self)
             parsed = super().parse_args(*args, **options)
             if (
                 command == "fuse"

@@ -243,7 +243,7 @@ def forget(
         positions: (B, N) int32, in order.
         present: (B, N) bool, keys that have come.
         newest: (B, 1) int32, the position of the newest.
-        keep: at least 2.
+        keep: a number or () int32, at least 2.
     """
     rank = mx.stop_gradient(mx.where((positions <= 0) | (positions == newest), -1.0, F))
     here = present & (rank < mx.inf)

@@ -57,7 +57,7 @@ def keys_needed(remaining: Sequence[mx.array], tokens: mx.array) -> mx.array:
         tokens: (B,), how many tokens of each row are no padding, which stands behind them.
 
     Returns:
-        (layers,) float32: max over queries i of M[i] / tokens; a row of padding counts 0.
+        (L,) float32 for L layers: max over queries i of M[i] / tokens; a row of padding counts 0.
     """
     real = mx.arange(remaining[0].shape[1]) < tokens[:, None]
     most = mx.stack([mx.where(real, one, 0).max(axis=1) for one in remaining])

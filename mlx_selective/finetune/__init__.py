@@ -1,0 +1,1 @@
+"""Fine-tuning: mlx-lm's trainer, with what the attention methods need of it."""

@@ -1,0 +1,99 @@
+"""What a person sees of a training: its lines, when it will end, and its curve."""
+
+import json
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from .objective import GAIN, KEEP, NEEDED
+
+CURVE = "losses.jsonl"
+
+
+class Progress:
+    """mlx-lm's training callback: prints a line for each report and keeps the curve in a file.
+
+    Args:
+        model: whose needed keys are told, where it holds them.
+        folder: of the adapter, where the curve is.
+        last: the iteration that ends the training.
+        done: iterations before this start; later ones of a stopped training leave the curve.
+        other: a callback that is told the same, such as Weights & Biases'.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path, last: int, done: int, other: Any = None):
+        self._other = other
+        self._model, self._last = model, last
+        self._file = folder / CURVE
+        before = self._file.read_text(encoding="utf-8").splitlines() if done else []
+        kept = [line for line in before if json.loads(line)["iteration"] <= done]
+        self._file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._begin, self._done = time.monotonic(), done
+
+    def on_train_loss_report(self, report: dict[str, Any]) -> None:
+        """One line of training: the loss, what layers still need, speed, memory, the end."""
+        iteration, point = report["iteration"], {"train_loss": report["train_loss"]}
+        parts = [f"Train loss {report['train_loss']:.3f}"]
+        if NEEDED in self._model:
+            needed = self._model[NEEDED].tolist()
+            point["keys_needed"] = needed
+            layers = " ".join(f"{100 * one:.0f}" for one in needed)
+            parts.append(f"Keys needed {sum(needed) / len(needed):.1%} ({layers})")
+        for name, label, form in ((GAIN, "Gain", ".2f"), (KEEP, "Budget", "d")):
+            if name in self._model:
+                point[label.lower()] = self._model[name].item()
+                parts.append(f"{label} {point[label.lower()]:{form}}")
+        parts += [
+            f"Learning Rate {report['learning_rate']:.3e}",
+            f"Tokens/sec {report['tokens_per_second']:.1f}",
+            f"Peak mem {report['peak_memory']:.3f} GB",
+            f"{self._left(iteration)} left",
+        ]
+        print(f"Iter {iteration}: " + ", ".join(parts), flush=True)
+        if self._other is not None:
+            self._other.on_train_loss_report(report)
+        self._keep({"iteration": iteration, **point})
+
+    def on_val_loss_report(self, report: dict[str, Any]) -> None:
+        """One line of validation, before the iteration that it is told for."""
+        iteration = report["iteration"] + 1
+        took = f"Val took {report['val_time']:.3f}s"
+        print(f"Iter {iteration}: Val loss {report['val_loss']:.3f}, {took}", flush=True)
+        if self._other is not None:
+            self._other.on_val_loss_report(report)
+        self._keep({"iteration": report["iteration"], "val_loss": report["val_loss"]})
+
+    def _left(self, iteration: int) -> str:
+        spent = time.monotonic() - self._begin
+        left = spent / max(1, iteration - self._done) * (self._last - iteration)
+        minutes, seconds = divmod(round(left), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+    def _keep(self, point: dict[str, Any]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(point) + "\n")
+
+
+class Silent:
+    """In place of mlx-lm's own lines of a training."""
+
+    def __init__(self, *args: Any, **options: Any):
+        pass
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def val_task(self, total: int) -> Any:
+        """Counts nothing."""
+        return nullcontext(lambda: None)
+
+    def advance(self, *_: Any) -> None:
+        """Says nothing, as all that follows."""
+
+    report_train = report_val = report_save = advance
