@@ -27,7 +27,7 @@ MODULES = sorted(
 )
 
 #: One axis: a letter of the papers, a number, a word of this package, or a product or sum of such.
-_NAME = r"(?:[BTNHDCMRn]|Hkv|Dv|\d+(?: Hkv)?|live|reach|rows|width|TP|P|end - start|\.\.\.)"
+_NAME = r"(?:[BTNHDCLMRn]|Hkv|Dv|\d+(?: Hkv)?|live|reach|rows|width|TP|P|end - start|\.\.\.)"
 _SUM = rf"(?:{_NAME}|\({_NAME}(?: [+*/] {_NAME})+\))"
 _AXIS = rf"{_SUM}(?: \* {_SUM})*"
 SHAPE = re.compile(

@@ -19,7 +19,8 @@ from ..attention.selective.memory_loss import TrainingPass, training_pass
 from ..errors import UserError
 from ..stock_tools.exchange import exchanged
 from .objective import NEEDED, Objective, hold, let_go
-from .progress import Progress, Silent
+from .picture import draw
+from .progress import CURVE, Progress, Silent
 from .state import load_state, save_state, write_whole
 
 
@@ -92,8 +93,15 @@ class Run:
                     )
                 self._write_adapter()
                 self._save(args.iters)
+                self._show()
             finally:
                 let_go(model)
+
+    def _show(self) -> None:
+        """Where the curve is."""
+        picture = draw(self._folder)
+        hint = "" if picture else ' (pip install "mlx-selective[plots]" for a picture)'
+        print(f"Curve: {picture or self._folder / CURVE}{hint}")
 
     def _prepare(self, last: int) -> None:
         """Takes back the state of a stopped training, and gives the model what schedules move."""

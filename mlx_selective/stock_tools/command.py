@@ -10,7 +10,9 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import yaml
@@ -25,6 +27,7 @@ from ..finetune.command import add_arguments, finetune
 from ..loading import model_folder, open_adapters, open_model, open_tokenizer
 from ..model import MODEL_TYPE
 from .exchange import exchanged
+from .fusing import fuse
 from .server import serve
 from .training import train
 
@@ -60,10 +63,12 @@ def run(command: str, arguments: list[str]) -> None:
     # Of two values of a flag the later counts, so that the user's --model goes before this.
     default = ["--model", str(BUILTIN_MODEL)] if command in _BUILTIN_BY_DEFAULT else []
     parser = {**vars(argparse), "ArgumentParser": _parser_class(command)}
+    opened: dict[str, Any] = {}
     starts = {"server": serve, "lora": train, "finetune": finetune}
+    starts["fuse"] = partial(fuse, opened=opened)
     start = starts.get(command, lambda tool: tool.main())
     with (
-        exchanged(mlx_lm_utils, **_openers(command, arguments)),
+        exchanged(mlx_lm_utils, **_openers(command, arguments, opened)),
         exchanged(tool, argparse=types.SimpleNamespace(**parser)),
         exchanged(sys, argv=[f"mlx-selective {command}", *default, *arguments]),
     ):
@@ -76,10 +81,12 @@ def run(command: str, arguments: list[str]) -> None:
             raise UserError(one_line(error) + kind) from error
 
 
-def _openers(command: str, arguments: list[str]) -> dict[str, Callable]:
-    """What takes the place of the functions by which mlx-lm opens a model folder."""
+def _openers(command: str, arguments: list[str], opened: dict[str, Any]) -> dict[str, Callable]:
+    """What takes the place of the functions by which mlx-lm opens a model folder.
+
+    ``opened`` gets the ``config`` and, with its adapter, the ``model``.
+    """
     trust = _TRUST in arguments
-    opened: dict[str, dict] = {}
     kv_bits = any(argument.split("=")[0] == "--kv-bits" for argument in arguments)
 
     def open_model_(folder, lazy=False, strict=True, model_config=None, **options):
@@ -97,7 +104,7 @@ def _openers(command: str, arguments: list[str]) -> dict[str, Callable]:
         return model, config
 
     def open_adapters_(model, adapter_path):
-        model = open_adapters(model, adapter_path)
+        opened["model"] = model = open_adapters(model, adapter_path)
         if "attention" in opened["config"]:  # an adapter may change it; fuse writes it
             opened["config"]["attention"] = model.attention.to_dict()
         return model

@@ -327,3 +327,36 @@ def test_a_prompt_that_leaves_nothing_to_learn(finetune, models, data):
     (data / "valid.jsonl").write_text(2 * text)
     code, printed = finetune(models("selective"), "--mask-prompt", "--max-seq-length", 64)
     assert code == 2 and "train.jsonl, line 3: the prompt takes" in printed, printed
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_fusing_into_few_bits_tells_what_is_lost(finetune, models, tmp_path, capsys, kind):
+    folder = tmp_path / "small"
+    convert(
+        str(models("selective").parent / "source"), folder, attention="selective", quantize=True
+    )
+    assert finetune(folder, "--fine-tune-type", kind)[0] == 0
+    exact = logits(folder, IDS, adapter_path="adapters")
+    fuse = ["fuse", "--model", str(folder), "--save-path"]
+    assert main([*fuse, "fused"]) == 0
+    printed = capsys.readouterr().out
+    lost = int(
+        re.search(r"quantised weights, (\d+)% of the change that was trained is", printed)[1]
+    )
+    assert main([*fuse, "whole", "--dequantize"]) == 0
+    assert "is lost" not in capsys.readouterr().out
+    assert mx.abs(logits("whole", IDS) - exact).max() < 1e-3
+    # by mlx-lm's own weights
+    error = change = 0
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weights = []
+        for model in (folder, "fused", "whole"):
+            layer = load(model)[0].model.layers[0].self_attn[name]
+            weights.append(layer.weight)
+            if model != "whole":
+                settings = {"group_size": layer.group_size, "bits": layer.bits}
+                weights[-1] = mx.dequantize(*weights[-1:], layer.scales, layer.biases, **settings)
+        error += ((weights[1] - weights[2]) ** 2).sum().item()
+        change += ((weights[0] - weights[2]) ** 2).sum().item()
+    assert lost / 100 == pytest.approx((error / change) ** 0.5, rel=0.3, abs=0.02)
+    assert ("--dequantize keeps it" in printed) == (lost > 5)
