@@ -30,7 +30,7 @@ def finite_differences(function, arrays, step=1e-5):
     return gradients
 
 
-def check(run, truth, arrays, truths, *, tolerance=2e-5):
+def check(run, truth, arrays, truths, *, tolerance=1e-6):
     """``run`` and ``truth`` return tuples; each output has a cotangent of its own."""
     rng = np.random.default_rng(9)
     weights = [rng.standard_normal(output.shape) for output in truth(*truths)]
@@ -84,6 +84,30 @@ def test_selective_reaches_the_F_of_earlier_chunks():
         return (mx.concatenate([out1, out2], axis=2),)
 
     check(run, lambda k: oracle.selective(q64, k, v64, SCALE)[:1], [k], [k64])
+
+
+@pytest.mark.parametrize("block_size", [64, 3], ids=["one block", "recomputed blocks"])
+def test_selective_reaches_the_F_it_is_given(block_size):
+    """F is an argument, and its own gradient goes through all three results."""
+    arrays, truths = random_qkv(8, B=1, H=2, Hkv=1, T=7, D=4)
+    before = np.array([[0, 0.3, 1.2, 0.05, 0.7, 0, 0]])
+
+    def run(q, k, v, F):
+        options = {"return_F": True, "return_remaining": True, "block_size": block_size}
+        return selective_attention(q, k, v, scale=SCALE, F=F, **options)
+
+    def truth(q, k, v, F):
+        own = oracle.selective(q, k, v, SCALE)[1] + F[:, None]
+        out = np.zeros((1, 2, 7, 4))
+        for h, i in np.ndindex(2, 7):
+            z = SCALE * k[0, 0, : i + 1] @ q[0, h, i]
+            out[0, h, i] = oracle.softmax(z - own[0, i, : i + 1]) @ v[0, 0, : i + 1]
+        last = own[:, -1].copy()
+        for j in range(1, 6):
+            last[0, j] += max(0.0, SCALE * float(q[0, 0, -1] @ k[0, 0, j]))
+        return out, last, np.tril(1 - np.minimum(own, 1)).sum(axis=-1)
+
+    check(run, truth, [*arrays, mx.array(before.astype(np.float32))], [*truths, before])
 
 
 @pytest.mark.parametrize("attend_current", [False, True])

@@ -182,6 +182,7 @@ def test_gradients_of_every_argument(form, grouping, attend_current):
         lambda q, k, v, *rest: (oracle.stick_breaking_heads(q, k, v, 0.7, form, *rest, **options),),
         [*arrays, *parameters],
         [*truths, *own],
+        tolerance=2e-6,  # float32 rounds the norm of the joined heads too
     )
 
 

@@ -161,6 +161,10 @@ def test_grouped_heads_are_repeated_heads(maps):
     assert error(output, float64(grouped.run())) < 2e-6
 
 
+#: float32 rounds products, gelu, tanh and the temperature one after the other
+ROUNDED = 2e-6
+
+
 @all_maps
 @pytest.mark.parametrize("block_size", [64, 3], ids=["one block", "recomputed blocks"])
 def test_gradients_of_every_argument_and_parameter(maps, block_size):
@@ -190,9 +194,10 @@ def test_gradients_of_every_argument_and_parameter(maps, block_size):
     if maps[0] not in ("linear", "mlp"):  # the input as such is not read
         arrays, truths = arrays[1:], truths[1:]
         whole, whole64, x, x64 = run, float64_run, setting.x, setting.x64
-        check(lambda *a: whole(x, *a), lambda *a: whole64(x64, *a), arrays, truths)
+        own, own64 = (lambda *a: whole(x, *a)), (lambda *a: whole64(x64, *a))
+        check(own, own64, arrays, truths, tolerance=ROUNDED)
     else:
-        check(run, float64_run, arrays, truths)
+        check(run, float64_run, arrays, truths, tolerance=ROUNDED)
 
 
 def test_gradients_of_all_three_temperatures():
