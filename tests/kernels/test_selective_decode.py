@@ -15,6 +15,7 @@ from mlx_selective import PrunedKVCache
 from mlx_selective.attention.selective.definition import plain_selective, selective_step
 from mlx_selective.kernels import outputs_start_as, record
 from mlx_selective.kernels import selective_decode as module
+from mlx_selective.kernels.splits import share_keys
 
 SHAPES = {
     "dtype": list(FLOORS),
@@ -95,6 +96,20 @@ CASES = covering(SHAPES)
 
 @pytest.mark.parametrize("seed, case", list(enumerate(CASES)), ids=map(names, CASES))
 def test_shapes(seed, case):
+    check_shape(seed, **case)
+
+
+AHEAD = covering(SHAPES | {"dtype": [mx.float16, mx.bfloat16], "like": ["metal", "cuda"]})
+
+
+@host_only
+@pytest.mark.parametrize("seed, case", list(enumerate(AHEAD)), ids=map(names, AHEAD))
+def test_shapes_with_keys_asked_for_ahead(seed, case, monkeypatch):
+    """As on CUDA, and with the splits of either backend: the text is Metal's all the same."""
+    case = dict(case)
+    like = case.pop("like")
+    monkeypatch.setattr(module, "ahead", lambda backend, dtype: True)
+    monkeypatch.setattr(module, "share_keys", lambda *sizes: share_keys(*sizes[:-1], like))
     check_shape(seed, **case)
 
 

@@ -13,6 +13,8 @@ from test_selective_kernel import names
 from mlx_selective import stick_breaking_attention
 from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
 from mlx_selective.kernels import outputs_start_as, record
+from mlx_selective.kernels import stick_breaking_decode as module
+from mlx_selective.kernels.splits import share_keys
 
 KERNELS = ["stick_breaking_decode", "stick_breaking_decode_split", "stick_breaking_combine"]
 SHAPES = {
@@ -85,6 +87,20 @@ CASES = covering(SHAPES)
 
 @pytest.mark.parametrize("seed, case", list(enumerate(CASES)), ids=map(names, CASES))
 def test_shapes(seed, case):
+    check_shape(seed, **case)
+
+
+AHEAD = covering(SHAPES | {"dtype": [mx.float16, mx.bfloat16], "like": ["metal", "cuda"]})
+
+
+@host_only
+@pytest.mark.parametrize("seed, case", list(enumerate(AHEAD)), ids=map(names, AHEAD))
+def test_shapes_with_keys_asked_for_ahead(seed, case, monkeypatch):
+    """As on CUDA, and with the splits of either backend: the text is Metal's all the same."""
+    case = dict(case)
+    like = case.pop("like")
+    monkeypatch.setattr(module, "ahead", lambda backend, dtype: True)
+    monkeypatch.setattr(module, "share_keys", lambda *sizes: share_keys(*sizes[:-1], like))
     check_shape(seed, **case)
 
 
