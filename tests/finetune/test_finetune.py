@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 
 import mlx.core as mx
@@ -360,3 +361,31 @@ def test_fusing_into_few_bits_tells_what_is_lost(finetune, models, tmp_path, cap
         change += ((weights[0] - weights[2]) ** 2).sum().item()
     assert lost / 100 == pytest.approx((error / change) ** 0.5, rel=0.3, abs=0.02)
     assert ("--dequantize keeps it" in printed) == (lost > 5)
+
+
+def test_a_tokenizer_that_ends_nothing(finetune, models, tmp_path):
+    folder = tmp_path / "endless"
+    shutil.copytree(models("selective"), folder)
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        if (folder / name).exists():
+            settings = json.loads((folder / name).read_text())
+            for field in ("eos_token", "eos_token_id"):
+                settings.pop(field, None)
+            (folder / name).write_text(json.dumps(settings))
+    code, printed = finetune(folder)
+    assert code == 2 and "the tokenizer has no token that ends a text" in printed, printed
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ("", "train.jsonl holds no examples"),
+        ('{"text": "a"}\n{"text": 3}\n', "train.jsonl, line 2: 'text' must be text"),
+        ('{"text": "a"}\n{"text"\n', "train.jsonl, line 2: not JSON"),
+        ('{"text": "a"}\n', "at least batch_size=2"),
+    ],
+)
+def test_data_that_cannot_be(finetune, models, data, lines, message):
+    (data / "train.jsonl").write_text(lines)
+    code, printed = finetune(models("selective"))
+    assert code == 2 and message in printed and printed.count("error:") == 1

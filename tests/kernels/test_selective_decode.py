@@ -114,8 +114,10 @@ def test_shapes_with_keys_asked_for_ahead(seed, case, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_shape():
-    for seed, case in enumerate(every(SHAPES)):
+@pytest.mark.parametrize("dtype", FLOORS, ids=str)
+@pytest.mark.parametrize("D", SHAPES["D"])
+def test_every_shape(D, dtype):
+    for seed, case in enumerate(every(SHAPES | {"D": [D], "dtype": [dtype]})):
         check_shape(seed, **case)
 
 
