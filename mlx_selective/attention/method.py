@@ -139,6 +139,10 @@ class AttentionMethod:
             "(leave out --budget)."
         )
 
+    def with_gain(self, gain: float) -> "AttentionMethod":
+        """The same method with another gain of F, where it has one."""
+        return self
+
     def check(self, attention: nn.Module, shape: AttentionShape) -> None:
         """Refuses a layer that cannot take the method, before any layer changes.
 

@@ -48,6 +48,9 @@ class Mixed(AttentionMethod):
             raise UserError(f"attention lists {len(self.layers)} layers, the model has {layers}.")
         return self.layers[layer].for_layer(layer, layers)
 
+    def with_gain(self, gain):
+        return replace(self, layers=tuple(method.with_gain(gain) for method in self.layers))
+
     def with_budget(self, budget):
         """The budget goes to the layers that can be pruned; in a list, the others have None.
 

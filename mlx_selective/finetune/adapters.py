@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +9,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from ..attention import method_from_dict
 from ..errors import UserError
 from ..files import check_safetensors, read_json
 from .own_parameters import own_names
@@ -37,19 +35,25 @@ def load_adapters(model: nn.Module, adapter_path: str | Path) -> nn.Module:
         UserError: if a file is missing or damaged, or made for another model.
     """
     folder = Path(adapter_path).expanduser()
-    config = SimpleNamespace(**read_json(folder / CONFIG))
-    kind = getattr(config, "fine_tune_type", "lora")
-    file = folder / WEIGHTS
+    config = read_json(folder / CONFIG)
+    kind, file = config.get("fine_tune_type", "lora"), folder / WEIGHTS
+    attention = getattr(model, "attention", None)
+    made_for = config.get("attention_kind")
+    if made_for is not None and attention is not None and attention.kind != made_for:
+        raise UserError(
+            f"{folder / CONFIG}: made for {made_for} attention, the model has {attention.kind}."
+        )
     check_safetensors(file)
     if kind in ("lora", "dora"):
-        linear_to_lora_layers(
-            model, config.num_layers, config.lora_parameters, use_dora=kind == "dora"
-        )
+        _add_layers(model, config, folder / CONFIG)
     weights = mx.load(str(file))
     parameters = dict(tree_flatten(model.parameters()))
     own = set(own_names(model))
+    lacking = [n for n in parameters if _is_of_adapter(n) and n not in weights]
+    if lacking and kind in ("lora", "dora"):
+        raise UserError(f"{file}: lacks {lacking[0]} and {len(lacking) - 1} more.")
     for name, value in weights.items():
-        fits = kind == "full" or name in own or name.rsplit(".", 1)[-1] in _LEAVES
+        fits = kind == "full" or name in own or _is_of_adapter(name)
         if name not in parameters or not fits:
             raise UserError(f"{file}: {name} is no parameter of an adapter of this model.")
         if value.shape != parameters[name].shape:
@@ -57,10 +61,23 @@ def load_adapters(model: nn.Module, adapter_path: str | Path) -> nn.Module:
                 f"{file}: {name} has shape {value.shape}, here it is {parameters[name].shape}."
             )
     model.load_weights(list(weights.items()), strict=False)
-    attention = getattr(config, "attention", None)
-    if attention is not None:
-        model.exchange_attention(method_from_dict(attention))
+    gain = config.get("attention_gain")
+    if gain is not None:
+        model.exchange_attention(attention.with_gain(gain))
     return model
+
+
+def _add_layers(model: nn.Module, config: dict[str, Any], file: Path) -> None:
+    """LoRA or DoRA layers as they were trained."""
+    for name, kind in (("num_layers", int), ("lora_parameters", dict)):
+        if not isinstance(config.get(name), kind):
+            raise UserError(f"{file}: {name} is missing or wrong, {config.get(name)!r}.")
+    dora = config.get("fine_tune_type") == "dora"
+    linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"], use_dora=dora)
+
+
+def _is_of_adapter(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in _LEAVES
 
 
 def save_config(config: dict[str, Any], path: str | Path) -> None:

@@ -1,10 +1,9 @@
 """The curve of a training as a picture: its losses, and the keys that layers still needed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from .progress import CURVE
+from .progress import read_curve
 
 PICTURE = "losses.png"
 
@@ -23,8 +22,7 @@ def draw(folder: Path) -> Path | None:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    lines = (folder / CURVE).read_text(encoding="utf-8").splitlines()
-    points = [json.loads(line) for line in lines]
+    points = read_curve(folder)
     if not points:
         return None
     needs = [point for point in points if "keys_needed" in point]

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from .objective import GAIN, KEEP, NEEDED
 
 CURVE = "losses.jsonl"
+_WRITTEN: list[dict] = []
 
 
 class Progress:
@@ -28,9 +29,12 @@ class Progress:
         self._other = other
         self._model, self._last = model, last
         self._file = folder / CURVE
-        before = self._file.read_text(encoding="utf-8").splitlines() if done else []
-        kept = [line for line in before if json.loads(line)["iteration"] <= done]
-        self._file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        # what was validated after the last iteration that is done is about to be again
+        self._before = [
+            point
+            for point in (read_curve(folder) if done else [])
+            if point["iteration"] < done + ("train_loss" in point)
+        ]
         self._begin, self._done = time.monotonic(), done
 
     def on_train_loss_report(self, report: dict[str, Any]) -> None:
@@ -73,8 +77,28 @@ class Progress:
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
     def _keep(self, point: dict[str, Any]) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(point) + "\n")
+        """The first point of a start takes away what another training left."""
+        points, mode = [*self._before, point], "a" if self._before is _WRITTEN else "w"
+        self._before = _WRITTEN
+        with self._file.open(mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(one) + "\n" for one in points)
+
+
+def read_curve(folder: Path) -> list[dict[str, Any]]:
+    """The points of ``losses.jsonl`` that are whole; none where there is no such file."""
+    points = []
+    try:
+        lines = (folder / CURVE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            point = json.loads(line)
+            if isinstance(point["iteration"], int):
+                points.append(point)
+        except (ValueError, TypeError, LookupError):
+            pass
+    return points
 
 
 class Silent:

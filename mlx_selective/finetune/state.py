@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
-from ..files import check_safetensors
+from ..files import check_safetensors, one_line
 
 FILE = "training_state.safetensors"
 _WEIGHTS, _OPTIMIZER, _RANDOM = "weights.", "optimizer.", "random"
@@ -41,12 +41,20 @@ def save_state(
 
 
 def write_whole(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
-    """A safetensors file that takes the place of the old one when it is on the disk."""
+    """A safetensors file that takes the place of the old one when it is on the disk.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.partial.safetensors")
-    mx.save_safetensors(str(partial), arrays, metadata)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        mx.save_safetensors(str(partial), arrays, metadata)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {one_line(error)}") from None
 
 
 def load_state(
@@ -77,15 +85,22 @@ def load_state(
             )
     weights = _part(arrays, _WEIGHTS)
     own = dict(tree_flatten(model.trainable_parameters()))
-    if {n: v.shape for n, v in weights.items()} != {n: v.shape for n, v in own.items()}:
+    if _shapes(weights) != _shapes(own):
         raise UserError(f"{path}: holds other parameters than are trained here.")
-    model.load_weights(list(weights.items()), strict=False)
     optimizer.init(model.trainable_parameters())
-    optimizer.state = tree_unflatten(list(_part(arrays, _OPTIMIZER).items()))
+    steps = _part(arrays, _OPTIMIZER)
+    if _shapes(steps) != _shapes(dict(tree_flatten(optimizer.state))) or _RANDOM not in arrays:
+        raise UserError(f"{path}: is not whole: the optimizer's or the random state is missing.")
+    model.load_weights(list(weights.items()), strict=False)
+    optimizer.state = tree_unflatten(list(steps.items()))
     high, low = arrays[_RANDOM].tolist()
     mx.random.seed(high << 32 | low)  # whose two halves are the state itself
     mx.eval(model.trainable_parameters(), optimizer.state)
     return iteration
+
+
+def _shapes(arrays: dict[str, mx.array]) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in arrays.items()}
 
 
 def _part(arrays: dict[str, mx.array], prefix: str) -> dict[str, mx.array]:

@@ -18,9 +18,11 @@ from mlx_lm.tuner import trainer
 from ..attention.selective.memory_loss import TrainingPass, training_pass
 from ..errors import UserError
 from ..stock_tools.exchange import exchanged
-from .objective import NEEDED, Objective, hold, let_go
+from . import adapters
+from .objective import GAIN, KEEP, NEEDED, Objective, hold, let_go
 from .picture import draw
 from .progress import CURVE, Progress, Silent
+from .settings import buffer_of
 from .state import load_state, save_state, write_whole
 
 
@@ -44,7 +46,7 @@ class Run:
         schedules: what selective layers follow, ``{GAIN: ..., KEEP: ...}``, each a function of
             the iteration.
         settings: what has to be the same for a training to go on.
-        write_config: called with the model whenever the adapter is written.
+        config: what adapter_config.json holds.
     """
 
     def __init__(
@@ -52,11 +54,11 @@ class Run:
         args: SimpleNamespace,
         schedules: dict[str, Callable[[int], float]],
         settings: dict[str, Any],
-        write_config: Callable[[nn.Module], None],
+        config: dict[str, Any],
     ):
         self._args, self._schedules, self._settings = args, schedules, settings
-        self._folder, self._write_config = Path(args.adapter_path), write_config
-        self._done = 0
+        self._folder, self._config = Path(args.adapter_path), config
+        self._done = self._saved = 0
         self._wants_to_stop = False
 
     def train(
@@ -75,7 +77,10 @@ class Run:
             Stopped: if Ctrl-C came, once what is done is saved.
         """
         self._model, self._optimizer = model, optimizer
-        own = TrainingPass()
+        own = TrainingPass(block_size=self._block_size())
+        # mlx-lm would write its files in place
+        args.adapter_file = self._folder / f".{adapters.WEIGHTS}.partial.safetensors"
+        args.steps_per_save = args.iters + 1
         with training_pass(own), self._interrupts():
             try:
                 self._prepare(args.iters)
@@ -91,11 +96,22 @@ class Run:
                         iterate_batches=self._batches,
                         training_callback=progress,
                     )
-                self._write_adapter()
+                self._write_adapter(args.iters)
                 self._save(args.iters)
                 self._show()
+            except RuntimeError:
+                # Ctrl-C reaches the compiler too, where MLX has just called one
+                if self._wants_to_stop:
+                    raise Stopped(self._saved) from None
+                raise
             finally:
+                Path(args.adapter_file).unlink(missing_ok=True)
                 let_go(model)
+
+    def _block_size(self) -> int:
+        """Queries after which keys are dropped: small beside the fewest that stay."""
+        fewest = buffer_of(self._args)[1] if KEEP in self._schedules else 128
+        return max(1, min(32, fewest // 4))
 
     def _show(self) -> None:
         """Where the curve is."""
@@ -107,10 +123,11 @@ class Run:
         """Takes back the state of a stopped training, and gives the model what schedules move."""
         if self._args.resume:
             self._done = load_state(self._folder, self._model, self._optimizer, self._settings)
+            self._saved = self._done
             if self._done >= last:
                 raise UserError(f"--resume: {self._done} of --iters {last} are done already.")
         self._follow_schedules(self._done + 1)
-        layers = _selective_layers(self._model)
+        layers = len(_selective_methods(self._model))
         if layers:
             hold(self._model, **{NEEDED: [0.0] * layers})
 
@@ -145,8 +162,8 @@ class Run:
         batches = self._from_place(make, dataset, batch_size, max_seq_length, options)
         for iteration in itertools.count(self._done + 1):
             self._iteration, before = iteration, iteration - 1
-            if before > self._done and before % self._args.save_every == 0:
-                self._save(before)
+            if before - self._saved >= self._args.save_every:
+                self._save(before, numbered=True)
             self._stop_if_wanted(before)
             self._follow_schedules(iteration)
             yield next(batches)
@@ -163,16 +180,26 @@ class Run:
     def _follow_schedules(self, iteration: int) -> None:
         hold(self._model, **{name: at(iteration) for name, at in self._schedules.items()})
 
-    def _save(self, iteration: int) -> None:
+    def _save(self, iteration: int, numbered: bool = False) -> None:
+        """All of it, where gradients are not being accumulated."""
         if iteration == 0 or iteration % self._args.grad_accumulation_steps:
             return
         save_state(self._folder, self._model, self._optimizer, iteration, self._settings)
-        self._write_adapter()
+        self._write_adapter(iteration, numbered)
+        self._saved = iteration
 
-    def _write_adapter(self) -> None:
+    def _write_adapter(self, iteration: int, numbered: bool = False) -> None:
+        """Weights and config; ``numbered``: the weights under mlx-lm's name for a snapshot too."""
         weights = dict(tree_flatten(self._model.trainable_parameters()))
-        write_whole(self._folder / "adapters.safetensors", weights, {})
-        self._write_config(self._model)
+        if numbered:
+            write_whole(self._folder / f"{iteration:07d}_{adapters.WEIGHTS}", weights, {})
+        write_whole(self._folder / adapters.WEIGHTS, weights, {})
+        config = dict(self._config)
+        if GAIN in self._schedules:
+            gain = self._schedules[GAIN](iteration)
+            if gain < 1 or _gain_of(self._model) != 1:
+                config["attention_gain"] = gain
+        adapters.save_config(config, self._folder / adapters.CONFIG)
 
     def _stop_if_wanted(self, iteration: int) -> None:
         if self._wants_to_stop and iteration % self._args.grad_accumulation_steps == 0:
@@ -198,7 +225,12 @@ class Run:
             signal.signal(signal.SIGINT, before)
 
 
-def _selective_layers(model: nn.Module) -> int:
+def _selective_methods(model: nn.Module) -> list[Any]:
     modules = (module for _, module in model.named_modules())
     methods = (getattr(module, "attention_method", None) for module in modules)
-    return sum(method is not None and method.kind == "selective" for method in methods)
+    return [method for method in methods if method is not None and method.kind == "selective"]
+
+
+def _gain_of(model: nn.Module) -> float:
+    """The gain that the model has by itself."""
+    return min(method.gain for method in _selective_methods(model))

@@ -23,7 +23,8 @@ from ..builtin import BUILTIN_MODEL
 from ..cli import OneLineParser
 from ..errors import UserError
 from ..files import one_line, read_json
-from ..finetune.command import add_arguments, finetune
+from ..finetune.command import finetune
+from ..finetune.settings import add_arguments
 from ..loading import model_folder, open_adapters, open_model, open_tokenizer
 from ..model import MODEL_TYPE
 from .exchange import exchanged

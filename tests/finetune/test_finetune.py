@@ -9,84 +9,15 @@ import signal
 import mlx.core as mx
 import numpy as np
 import pytest
+from adapter_folder import IDS, adapter, config, curve, logits, same, stop_after
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner import trainer
-from tiny_checkpoints import llama
 
 from mlx_selective import load
 from mlx_selective.cli import main
 from mlx_selective.convert import convert
 from mlx_selective.finetune.training import Run
-
-SENTENCES = ["the cat sat on the mat", "a dog ran", "hello you", "it rains and rains again here"]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    """Gives the folder of a tiny float32 model by its attention."""
-    folder = tmp_path_factory.mktemp("models")
-    source = llama(kv_heads=2, tied=False).save(folder / "source")
-
-    def get(name, attention=None):
-        if not (folder / name).exists():
-            convert(str(source), folder / name, attention=attention or name)
-        return folder / name
-
-    return get
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    """An empty working folder but for ``data``."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for part, count in (("train", 9), ("valid", 4)):
-        lines = [json.dumps({"text": SENTENCES[n % 4] + " " * (n // 4)}) for n in range(count)]
-        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-@pytest.fixture
-def finetune(data, capsys):
-    """Runs the command; gives its exit code and what it printed."""
-
-    def run(model, *flags, iters=6):
-        settings = ["--iters", iters, "--batch-size", 2, "--learning-rate", "1e-2"]
-        settings += ["--steps-per-report", 1, "--val-batches", 1, "--model", model]
-        code = main(["finetune", "--train", "--data", "data", *map(str, [*settings, *flags])])
-        printed = capsys.readouterr()
-        return code, printed.out + printed.err
-
-    return run
-
-
-def curve(folder="adapters"):
-    with open(f"{folder}/losses.jsonl") as file:
-        return [json.loads(line) for line in file]
-
-
-def adapter(folder="adapters"):
-    return mx.load(f"{folder}/adapters.safetensors")
-
-
-def config(folder="adapters"):
-    with open(f"{folder}/adapter_config.json") as file:
-        return json.load(file)
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    return all(mx.array_equal(one[name], other[name]) for name in one)
-
-
-def logits(folder, ids, **options):
-    model, _ = load(folder, **options)
-    return model(ids)
-
-
-IDS = mx.array([[5, 9, 2, 7, 7, 3, 12, 4]])
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
@@ -113,18 +44,6 @@ def test_without_a_memory_loss_the_loss_is_mlx_lms(finetune, models):
 
 
 # Going on -----------------------------------------------------------------------------------------
-
-
-def stop_after(monkeypatch, iteration):
-    """Ctrl-C while that iteration is worked at."""
-    before = Run._follow_schedules
-
-    def follow(self, now):
-        if now == iteration:
-            os.kill(os.getpid(), signal.SIGINT)
-        return before(self, now)
-
-    monkeypatch.setattr(Run, "_follow_schedules", follow)
 
 
 SETTINGS = {
@@ -230,15 +149,14 @@ def test_a_retrofit_starts_at_the_softmax_model_and_ends_at_the_papers(finetune,
     first = next(point for point in curve() if "train_loss" in point)
     assert finetune(models("softmax"), iters=8)[0] == 0
     assert first["train_loss"] == pytest.approx(curve()[1]["train_loss"], rel=1e-5)
-    assert "attention" not in config()
+    assert "attention_gain" not in config()
 
 
 def test_a_gain_below_one_goes_with_the_adapter(finetune, models, monkeypatch):
     stop_after(monkeypatch, 3)
     flags = ["--retrofit", "--retrofit-iters", 4]
     assert finetune(models("selective"), *flags)[0] == 130
-    # iteration 4, at a gain of 3 / 4, is the next one
-    assert config()["attention"]["gain"] == 0.5
+    assert config()["attention_gain"] == 0.5
     model, _ = load(models("selective"), adapter_path="adapters")
     assert model.attention.gain == 0.5
     whole = model(IDS)
@@ -296,12 +214,17 @@ def test_temperatures_beside_adapters_in_the_last_layer(finetune, models):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--memory-loss", -1], "--memory-loss must be 0 or more, got -1.0"),
+        (["--memory-loss", -1], "--memory-loss must be a number, 0 or more, got -1.0"),
         (["--retrofit-iters", 3], "--retrofit-iters goes with --retrofit"),
         (["--retrofit", "--retrofit-iters", 6], "must be from 1 to --iters - 1, 5"),
         (["--shrink-buffer", "4"], "--shrink-buffer must be FROM:TO"),
         (["--shrink-buffer", "3:9"], "--shrink-buffer must be FROM:TO"),
-        (["--resume", "--resume-adapter-file", "x"], "exclude each other"),
+        (["--resume-adapter-file", "x"], "x is not a whole safetensors file (No such file"),
+        (["--grad-accumulation-steps", 7], "nothing would be trained"),
+        (["--max-seq-length", 1], "--max-seq-length must be a whole number, at least 2, got 1"),
+        (["--val-batches", 0], "--val-batches must be a whole number, at least 1, or -1 for all"),
+        (["--seed", 2**32 - 1], "--seed must be at most 2147483648"),
+        (["--retrofit", "--iters", 1], "--retrofit needs 2 --iters or more"),
         (["--fine-tune-type", "temperatures"], "needs a model with SSA; this is selective"),
         (["--num-layers", 9], "Requested to train 9 layers but the model only has 2"),
     ],
@@ -382,7 +305,7 @@ def test_a_tokenizer_that_ends_nothing(finetune, models, tmp_path):
         ("", "train.jsonl holds no examples"),
         ('{"text": "a"}\n{"text": 3}\n', "train.jsonl, line 2: 'text' must be text"),
         ('{"text": "a"}\n{"text"\n', "train.jsonl, line 2: not JSON"),
-        ('{"text": "a"}\n', "at least batch_size=2"),
+        ('{"text": "a"}\n', "train.jsonl holds 1 examples, fewer than --batch-size 2"),
     ],
 )
 def test_data_that_cannot_be(finetune, models, data, lines, message):

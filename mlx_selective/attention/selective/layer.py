@@ -18,7 +18,7 @@ class SelectiveCall(LayerCall):
         cache, gain = self.cache, self.method.gain_if_any
         training = current_pass()
         if cache is None and training is not None:
-            return _train(training, queries, keys, values, scale)
+            return _train(training, gain, queries, keys, values, scale)
         if cache is None:
             return selective_attention(queries, keys, values, scale=scale, gain=gain)
         if not isinstance(cache, PrunedKVCache):
@@ -45,14 +45,14 @@ class SelectiveCall(LayerCall):
         return output
 
 
-def _train(training: TrainingPass, queries, keys, values, scale) -> mx.array:
-    """The output; the pass is left what the layer still needs."""
+def _train(training: TrainingPass, gain, queries, keys, values, scale) -> mx.array:
+    """The output; the pass is left what the layer still needs. Its gain goes before the model's."""
     options = {} if training.keep is None else {"block_size": training.block_size}
     output, remaining = selective_attention(
         *(queries, keys, values),
         scale=scale,
         return_remaining=True,
-        gain=training.gain,
+        gain=gain if training.gain is None else training.gain,
         keep=training.keep,
         **options,
     )
@@ -108,6 +108,9 @@ class Selective(AttentionMethod):
         if self.gain == 1:
             del settings["gain"]
         return settings
+
+    def with_gain(self, gain):
+        return replace(self, gain=gain)
 
     def with_budget(self, budget):
         return replace(self, budget=budget)
