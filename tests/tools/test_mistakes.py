@@ -20,9 +20,12 @@ from damage import (
     text,
     tokenizer_with_code,
 )
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from processes import tool_command
 from tiny_checkpoints import write_json
 
+from mlx_selective import load
 from mlx_selective.cli import main
 
 #: What is not refused may be served, or trained, for ever.
@@ -60,7 +63,10 @@ def folder(models, data, tmp_path, monkeypatch):
     parameters = {"rank": 2, "scale": 1.0, "dropout": 0.0}
     settings = {"num_layers": 1, "fine_tune_type": "lora", "lora_parameters": parameters}
     write_json(tmp_path / "adapters" / "adapter_config.json", settings)
-    mx.save_safetensors(str(tmp_path / "adapters" / "adapters.safetensors"), {})
+    model, _ = load(models("selective"))
+    linear_to_lora_layers(model, 1, parameters)
+    weights = {n: v for n, v in tree_flatten(model.parameters()) if ".lora_" in n}
+    mx.save_safetensors(str(tmp_path / "adapters" / "adapters.safetensors"), weights)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
