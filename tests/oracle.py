@@ -27,21 +27,35 @@ def causal_softmax(q, k, v, scale):
     return out
 
 
-def selective(q, k, v, scale):
-    """Selective attention of whole sequences; also F, (B, T, T): F[b, i, j] seen by query i."""
+def selective(q, k, v, scale, gain=1.0, before=None):
+    """Selective attention of whole sequences; also F, (B, T, T): F[b, i, j] seen by query i.
+
+    What head 0 selects is multiplied by ``gain``; ``before`` (B, T) is what F begins with.
+    """
     B, H, T, _ = q.shape
     k, v = repeat_heads(k, H), repeat_heads(v, H)
     out, F = np.zeros((B, H, T, v.shape[3])), np.zeros((B, T, T))
     for b in range(B):
-        accumulated = np.zeros(T)
+        accumulated = np.zeros(T) if before is None else before[b].copy()
         for i in range(T):
             F[b, i] = accumulated
             for h in range(H):
                 z = scale * k[b, h, : i + 1] @ q[b, h, i]
                 out[b, h, i] = softmax(z - accumulated[: i + 1]) @ v[b, h, : i + 1]
             for j in range(1, i):  # not the first token, not itself
-                accumulated[j] += max(0.0, scale * float(q[b, 0, i] @ k[b, 0, j]))
+                accumulated[j] += gain * max(0.0, scale * float(q[b, 0, i] @ k[b, 0, j]))
     return out, F
+
+
+def selective_results(q, k, v, scale, **options):
+    """The output, F after the last query (B, T), and what each query needs (B, T), tau = 1."""
+    out, F = selective(q, k, v, scale, **options)
+    last, T = F[:, -1].copy(), q.shape[2]
+    for b, j in np.ndindex(len(q), T):
+        if 0 < j < T - 1:
+            z = scale * float(q[b, 0, -1] @ k[b, 0, j])
+            last[b, j] += options.get("gain", 1.0) * max(0.0, z)
+    return out, last, np.tril(1 - np.minimum(F, 1)).sum(axis=-1)
 
 
 def selective_pruned(q, k, v, scale, budget, chunks):

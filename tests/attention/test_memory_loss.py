@@ -19,11 +19,6 @@ from mlx_selective.attention.selective.memory_loss import (
 from mlx_selective.errors import UserError
 
 
-def true_remaining(F):
-    """M (B, T) of F (B, T, T)."""
-    return np.tril(1 - np.minimum(F, 1)).sum(axis=-1)
-
-
 def true_loss(layers, lengths):
     """The formula, row by row and layer by layer."""
     total = 0
@@ -31,11 +26,6 @@ def true_loss(layers, lengths):
         most = [one[b, :length].max() if length else 0 for one in layers]
         total += sum(most) / (len(layers) * max(length, 1))
     return total / len(lengths)
-
-
-def selection(q, k, gain=1.0):
-    """F (B, T, T) as each query sees it."""
-    return gain * oracle.selective(q, k, k, SCALE)[1]
 
 
 def test_the_formula():
@@ -62,8 +52,7 @@ def test_gradients_of_the_memory_loss(block_size, lengths):
         return memory_loss([needed, needed / 2], mx.array(lengths))[None], out
 
     def truth(q, k, v):
-        out, F = oracle.selective(q, k, v, SCALE)
-        needed = true_remaining(F)
+        out, _, needed = oracle.selective_results(q, k, v, SCALE)
         return np.array([true_loss([needed, needed / 2], lengths)]), out
 
     check(run, truth, arrays, truths)
@@ -79,15 +68,7 @@ def test_the_gain(gain, block_size):
         return selective_attention(q, k, v, scale=SCALE, gain=mx.array(gain), **options)
 
     def truth(q, k, v):
-        F = selection(q, k, gain)
-        out = np.zeros((1, 2, 8, 4))
-        for h, i in np.ndindex(2, 8):
-            z = SCALE * k[0, 0, : i + 1] @ q[0, h, i]
-            out[0, h, i] = oracle.softmax(z - F[0, i, : i + 1]) @ v[0, 0, : i + 1]
-        last = F[:, -1].copy()
-        for j in range(1, 7):
-            last[0, j] += gain * max(0.0, SCALE * float(q[0, 0, -1] @ k[0, 0, j]))
-        return out, last, true_remaining(F)
+        return oracle.selective_results(q, k, v, SCALE, gain=gain)
 
     check(run, truth, arrays, truths)
     plain = selective_attention(*arrays, scale=SCALE)
