@@ -195,12 +195,7 @@ class PrunedKVCache(BatchRows):
         live, width = self.F.shape[1], max(self.kept) + 1
         order = self._slots_by_position()
         rank = mx.take_along_axis(self._rank(), order, axis=1)
-        last = mx.take_along_axis(mx.sort(rank, axis=1), mx.minimum(live - evict, live - 1), axis=1)
-        last = mx.where(evict == 0, mx.inf, last)
-        above, equal = rank > last, rank == last
-        # Of the keys that share the last F to go, the oldest go.
-        room = evict - above.sum(axis=1, keepdims=True)
-        gone = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=1) <= room))
+        gone = which_leave(rank, evict)
         index = mx.arange(live)
         first = mx.argsort(mx.where(gone, live + index, index), axis=1)[:, :width]
         self._take(mx.take_along_axis(order, first, axis=1))
@@ -263,6 +258,25 @@ class PrunedKVCache(BatchRows):
     def is_trimmable(self) -> bool:
         """False: F cannot be taken back, and evicted keys are gone."""
         return False
+
+
+def which_leave(rank: mx.array, count: mx.array) -> mx.array:
+    """The keys with the largest ranks, of equals the oldest.
+
+    Args:
+        rank: (B, N) float32, in order of position.
+        count: (B, 1) int32, how many leave in each row.
+
+    Returns:
+        (B, N) bool.
+    """
+    N = rank.shape[1]
+    last = mx.take_along_axis(mx.sort(rank, axis=1), mx.minimum(N - count, N - 1), axis=1)
+    last = mx.where(count == 0, mx.inf, last)
+    above, equal = rank > last, rank == last
+    # Of the keys that share the last rank to go, the oldest go.
+    room = count - above.sum(axis=1, keepdims=True)
+    return above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=1) <= room))
 
 
 def _column(rows: list[int]) -> mx.array:

@@ -12,6 +12,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from ..errors import UserError
 from ..files import check_safetensors, read_json
 from .own_parameters import own_names
+from .writing import whole_file
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 #: mlx-lm's kinds of fine-tuning, and the one that trains an attention method's own parameters alone
@@ -80,9 +81,25 @@ def _is_of_adapter(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in _LEAVES
 
 
-def save_config(config: dict[str, Any], path: str | Path) -> None:
-    """adapter_config.json, whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(config, indent=4, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(path)
+def save_weights(weights: dict[str, mx.array], path: Path) -> None:
+    """A safetensors file, whole or not at all.
+
+    Args:
+        weights: arrays of any shape, by name.
+        path: of the file.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    with whole_file(path) as file:
+        mx.save_safetensors(str(file), weights)
+
+
+def save_config(config: dict[str, Any], path: Path) -> None:
+    """adapter_config.json, whole or not at all.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    with whole_file(path) as file:
+        file.write_text(json.dumps(config, indent=4, sort_keys=True) + "\n", encoding="utf-8")

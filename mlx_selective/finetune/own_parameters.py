@@ -1,8 +1,8 @@
 """The parameters that attention methods add to a model, such as SSA's temperatures."""
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
 
 
 def own_names(model: nn.Module, root: nn.Module | None = None) -> list[str]:
@@ -42,18 +42,5 @@ def unfreeze_own(model: nn.Module, layers: int) -> int:
 def share_of_own(model: nn.Module) -> float:
     """The method's own parameters as a share of all that the model has, quantised or not."""
     own = set(own_names(model))
-    sizes = {name: _numbers(model, name, array) for name, array in tree_flatten(model.parameters())}
-    total = sum(sizes.values())
-    return sum(size for name, size in sizes.items() if name in own) / total
-
-
-def _numbers(model: nn.Module, name: str, array: mx.array) -> int:
-    """Of a quantised weight what it stands for, without its scales and biases."""
-    *path, leaf = name.split(".")
-    module = model
-    for part in path:
-        module = module[int(part)] if isinstance(module, list) else module[part]
-    bits = getattr(module, "bits", None)
-    if bits is None:
-        return array.size
-    return array.size * 32 // bits if leaf == "weight" else 0
+    parameters = tree_flatten(model.parameters())
+    return sum(v.size for name, v in parameters if name in own) / get_total_parameters(model)

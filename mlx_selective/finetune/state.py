@@ -1,7 +1,6 @@
 """Everything that training needs to go on as if nothing had been: one file, written whole."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
-from ..files import check_safetensors, one_line
+from ..files import check_safetensors
+from .writing import whole_file
 
 FILE = "training_state.safetensors"
 _WEIGHTS, _OPTIMIZER, _RANDOM = "weights.", "optimizer.", "random"
@@ -30,6 +30,9 @@ def save_state(
         optimizer: its state, with the step that a schedule counts, is saved.
         iteration: the last one that is done; its batch is the last one that was seen.
         settings: what has to be the same to go on.
+
+    Raises:
+        UserError: if it cannot be written.
     """
     arrays = {
         **{_WEIGHTS + name: value for name, value in tree_flatten(model.trainable_parameters())},
@@ -37,24 +40,8 @@ def save_state(
         _RANDOM: mx.random.state[0],
     }
     metadata = {"iteration": str(iteration), "settings": json.dumps(settings, sort_keys=True)}
-    write_whole(folder / FILE, arrays, metadata)
-
-
-def write_whole(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
-    """A safetensors file that takes the place of the old one when it is on the disk.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.partial.safetensors")
-    try:
-        mx.save_safetensors(str(partial), arrays, metadata)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except (OSError, RuntimeError) as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {one_line(error)}") from None
+    with whole_file(folder / FILE) as file:
+        mx.save_safetensors(str(file), arrays, metadata)
 
 
 def load_state(

@@ -23,7 +23,7 @@ from .objective import GAIN, KEEP, NEEDED, Objective, hold, let_go
 from .picture import draw
 from .progress import CURVE, Progress, Silent
 from .settings import buffer_of
-from .state import load_state, save_state, write_whole
+from .state import load_state, save_state
 
 
 class Stopped(Exception):
@@ -192,8 +192,8 @@ class Run:
         """Weights and config; ``numbered``: the weights under mlx-lm's name for a snapshot too."""
         weights = dict(tree_flatten(self._model.trainable_parameters()))
         if numbered:
-            write_whole(self._folder / f"{iteration:07d}_{adapters.WEIGHTS}", weights, {})
-        write_whole(self._folder / adapters.WEIGHTS, weights, {})
+            adapters.save_weights(weights, self._folder / f"{iteration:07d}_{adapters.WEIGHTS}")
+        adapters.save_weights(weights, self._folder / adapters.WEIGHTS)
         config = dict(self._config)
         if GAIN in self._schedules:
             gain = self._schedules[GAIN](iteration)

@@ -122,7 +122,8 @@ def _padded(numbers: tuple[int, ...]) -> mx.array:
 def _prepare(kernels, backend, dtype, shape, keys_shape, scale) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N) = shape, keys_shape
-    heads, simdgroups, keys, splits = share_keys(H // Hkv, B * H, N, D, backend)
+    shares = share_keys(H // Hkv, B * H, N, D, backend)
+    heads, simdgroups, keys, splits = shares
     found, results = B * H * splits * (D + 2), ([shape, (B, 1)], [dtype, mx.int32])
     if splits == 1:
         kernel, shapes, dtypes = kernels[0], [*results[0], (B, N)], [*results[1], mx.float32]
@@ -136,8 +137,7 @@ def _prepare(kernels, backend, dtype, shape, keys_shape, scale) -> tuple[Launch,
             "SIMDGROUPS": simdgroups,
             "AHEAD": ahead(backend, dtype),
         },
-        grid=(splits * simdgroups * 32, H // heads, B),
-        threadgroup=(simdgroups * 32, 1, 1),
+        **shares.threads(B, H),
         output_shapes=shapes,
         output_dtypes=dtypes,
         shared_memory=4 * simdgroups * (heads * (D + 2) + 3),

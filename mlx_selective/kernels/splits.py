@@ -27,6 +27,11 @@ class Splits(NamedTuple):
     keys: int
     count: int
 
+    def threads(self, B: int, H: int) -> dict[str, tuple[int, int, int]]:
+        """``grid`` and ``threadgroup`` of a launch for B rows of H heads of queries."""
+        size = self.simdgroups * 32
+        return {"grid": (self.count * size, H // self.heads, B), "threadgroup": (size, 1, 1)}
+
 
 def share_keys(group: int, queries: int, keys: int, head_size: int, backend: str) -> Splits:
     """Splits for ``keys`` keys, each of which ``group`` query heads read.

@@ -96,7 +96,8 @@ def _prepare(
 ) -> tuple[Launch, Launch | None]:
     """The launch, and that which makes its splits one, if there are several."""
     (B, H, _, D), (Hkv, N), (dtype, output_dtype) = shape, keys_shape, dtypes
-    heads, simdgroups, keys, splits = share_keys(H // Hkv, B * H, N, D, backend)
+    shares = share_keys(H // Hkv, B * H, N, D, backend)
+    heads, simdgroups, keys, splits = shares
     results = [shape, (B, H, 1)], [output_dtype, mx.float32]
     template = {
         "T": dtype,
@@ -112,8 +113,7 @@ def _prepare(
         kernel, shapes, dtypes = kernels[1], [(B, H, splits, D + 1)], [mx.float32]
     first = kernel.prepare(
         template=template,
-        grid=(splits * simdgroups * 32, H // heads, B),
-        threadgroup=(simdgroups * 32, 1, 1),
+        **shares.threads(B, H),
         output_shapes=shapes,
         output_dtypes=dtypes,
         shared_memory=4 * simdgroups * heads * (D + 1),

@@ -11,6 +11,7 @@ import pytest
 from mlx_selective.doctor.kernels import REMAINDER_FLOOR
 from mlx_selective.kernels import find_backend, launched_by
 from mlx_selective.kernels.backend import SETTING
+from mlx_selective.kernels.splits import share_keys
 
 ON_GPU = find_backend().name is not None
 #: the backend that records name
@@ -45,6 +46,12 @@ def graphs_kept():
         yield
     finally:
         mx.disable_compile()
+
+
+def ask_ahead(module, monkeypatch, like: str) -> None:
+    """One query's kernel asks for keys ahead, as on CUDA, with the splits of a backend."""
+    monkeypatch.setattr(module, "ahead", lambda backend, dtype: True)
+    monkeypatch.setattr(module, "share_keys", lambda *sizes: share_keys(*sizes[:-1], like))
 
 
 #: for tests that ask the processor's host what a kernel read, or use Metal's block sizes

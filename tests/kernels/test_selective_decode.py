@@ -8,14 +8,13 @@ import pytest
 from covering import covering, every
 from layer import SCALE, kept, run
 from methods import error, float64
-from place import BACKEND, FLOORS, host_only, launching
+from place import BACKEND, FLOORS, ask_ahead, host_only, launching
 from test_selective_kernel import definition, names
 
 from mlx_selective import PrunedKVCache
 from mlx_selective.attention.selective.definition import plain_selective, selective_step
 from mlx_selective.kernels import outputs_start_as, record
 from mlx_selective.kernels import selective_decode as module
-from mlx_selective.kernels.splits import share_keys
 
 SHAPES = {
     "dtype": list(FLOORS),
@@ -106,11 +105,8 @@ AHEAD = covering(SHAPES | {"dtype": [mx.float16, mx.bfloat16], "like": ["metal",
 @pytest.mark.parametrize("seed, case", list(enumerate(AHEAD)), ids=map(names, AHEAD))
 def test_shapes_with_keys_asked_for_ahead(seed, case, monkeypatch):
     """As on CUDA, and with the splits of either backend: the text is Metal's all the same."""
-    case = dict(case)
-    like = case.pop("like")
-    monkeypatch.setattr(module, "ahead", lambda backend, dtype: True)
-    monkeypatch.setattr(module, "share_keys", lambda *sizes: share_keys(*sizes[:-1], like))
-    check_shape(seed, **case)
+    ask_ahead(module, monkeypatch, case["like"])
+    check_shape(seed, **{name: value for name, value in case.items() if name != "like"})
 
 
 @pytest.mark.slow

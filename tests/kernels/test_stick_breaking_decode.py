@@ -7,14 +7,13 @@ import oracle
 import pytest
 from covering import covering, every
 from methods import error, float64
-from place import BACKEND, FLOORS, host_only, launching
+from place import BACKEND, FLOORS, ask_ahead, host_only, launching
 from test_selective_kernel import names
 
 from mlx_selective import stick_breaking_attention
 from mlx_selective.attention.stick_breaking.definition import plain_stick_breaking
 from mlx_selective.kernels import outputs_start_as, record
 from mlx_selective.kernels import stick_breaking_decode as module
-from mlx_selective.kernels.splits import share_keys
 
 KERNELS = ["stick_breaking_decode", "stick_breaking_decode_split", "stick_breaking_combine"]
 SHAPES = {
@@ -97,11 +96,8 @@ AHEAD = covering(SHAPES | {"dtype": [mx.float16, mx.bfloat16], "like": ["metal",
 @pytest.mark.parametrize("seed, case", list(enumerate(AHEAD)), ids=map(names, AHEAD))
 def test_shapes_with_keys_asked_for_ahead(seed, case, monkeypatch):
     """As on CUDA, and with the splits of either backend: the text is Metal's all the same."""
-    case = dict(case)
-    like = case.pop("like")
-    monkeypatch.setattr(module, "ahead", lambda backend, dtype: True)
-    monkeypatch.setattr(module, "share_keys", lambda *sizes: share_keys(*sizes[:-1], like))
-    check_shape(seed, **case)
+    ask_ahead(module, monkeypatch, case["like"])
+    check_shape(seed, **{name: value for name, value in case.items() if name != "like"})
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
+from ...cache.pruned import which_leave
 from ...kernels.selective import selective
 from ...kernels.selective_decode import selective_decode
 from ..blocks import QUERY_BLOCK, scan_queries
@@ -235,8 +236,8 @@ def forget(
 ) -> mx.array:
     """F with infinity on the keys that leave, so that at most ``keep`` of each row stay.
 
-    The rule of the cache: the largest F leaves, the oldest of equals, the first token and the
-    newest stay. Nothing here has a derivative but F of what stays.
+    The rule of the cache, where the first token and the newest stay. Nothing here has a derivative
+    but F of what stays.
 
     Args:
         F: (B, N) float32; infinite where a key has left.
@@ -248,11 +249,5 @@ def forget(
     rank = mx.stop_gradient(mx.where((positions <= 0) | (positions == newest), -1.0, F))
     here = present & (rank < mx.inf)
     rank = mx.where(here, rank, -2.0)
-    leave = mx.maximum(here.sum(axis=1, keepdims=True) - keep, 0)
-    last = F.shape[1] - mx.maximum(leave, 1)
-    smallest = mx.take_along_axis(mx.sort(rank, axis=1), last, axis=1)
-    above, equal = rank > smallest, rank == smallest
-    # Of the keys that share the last F to go, the oldest go.
-    room = leave - above.sum(axis=1, keepdims=True)
-    gone = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=1) <= room))
-    return mx.where(gone & (leave > 0), mx.inf, F)
+    count = mx.maximum(here.sum(axis=1, keepdims=True) - keep, 0)
+    return mx.where(which_leave(rank, count), mx.inf, F)
