@@ -1,33 +1,57 @@
 #!/usr/bin/env bash
-# A softmax model on its way to selective attention, beside the same training without selection: what docs/finetuning.md
-# tells was measured. Needs the reference checkpoint llama-softmax and the text that lies beside it.
-# usage: benchmarks/retrofit.sh SHARED WORK   (environment: ITERS 500, BATCH 32, SEED 0, MEGABYTES 20)
+# A softmax model on its way to selective attention, beside the same training without selection, and SSA's temperatures
+# alone: what docs/finetuning.md tells was measured. Needs the reference checkpoint llama-softmax and the text that lies
+# beside it. Ended anywhere, it goes on from there when it is run again.
+# usage: benchmarks/retrofit.sh SHARED WORK [ARM...]
+# arms: without-selection retrofit retrofit-memory-loss temperatures temperatures-shared
+# environment: ITERS 1000, BATCH 64, SEED 0, MEGABYTES 60, RATE 5e-4, TEMPERATURES_RATE 1e-3, VALIDATION 25
 set -euo pipefail
 shared=${1:?SHARED} work=${2:?WORK}
-iters=${ITERS:-500} batch=${BATCH:-32} seed=${SEED:-0}
+shift 2
+iters=${ITERS:-1000} batch=${BATCH:-64} seed=${SEED:-0}
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$work" && cd "$work"
 
-for kind in softmax selective; do
-  [ -d $kind ] || mlx-selective convert --hf-path "$shared/checkpoints/llama-softmax" --mlx-path $kind \
-    --attention $kind --dtype float32
-done
-[ -d data ] || python "$here/training_text.py" --model softmax --data "$shared/data" --to data \
-  --megabytes "${MEGABYTES:-20}" --seed "$seed"
-printf 'lr_schedule: {name: cosine_decay, arguments: [5.0e-4, %s], warmup: %s}\n' "$iters" $((iters / 50)) > rate.yaml
-
-# name, model and what is added to the flags that all have
-train() {
-  local name=$1 model=$2
-  shift 2
-  echo "== $name"
-  mlx-selective finetune --model "$model" --train --data data --fine-tune-type full --num-layers -1 \
-    --optimizer adamw --iters "$iters" --batch-size "$batch" --max-seq-length 1024 --seed "$seed" -c rate.yaml \
-    --steps-per-report $((iters / 20 > 0 ? iters / 20 : 1)) --steps-per-eval "$iters" --val-batches 4 \
-    --save-every "$iters" --adapter-path "$name" "$@"
-  python "$here/pruned_perplexity.py" --model "$model" --adapter-path "$name" \
-    --documents "$shared/checkpoints/llama-softmax/expected.npz" $budgets
+convert() {
+  [ -d "$1" ] || mlx-selective convert --hf-path "$shared/checkpoints/llama-softmax" --mlx-path "$1" \
+    --attention "$2" --dtype float32
 }
-budgets="" train without-selection softmax
-budgets="--budgets 256 128 64" train retrofit selective --retrofit
-budgets="--budgets 256 128 64" train retrofit-memory-loss selective --retrofit --memory-loss 0.1
+
+# name, model, learning rate and what is added to the flags that all have
+train() {
+  local name=$1 model=$2 rate=$3
+  shift 3
+  echo "== $name"
+  printf 'lr_schedule: {name: cosine_decay, arguments: [%s, %s], warmup: %s}\n' "$rate" "$iters" $((iters / 50)) \
+    > "$name.yaml"
+  if [ ! -e "$name.trained" ]; then # a state of a stopped one is taken up again
+    [ ! -e "$name/training_state.safetensors" ] || set -- "$@" --resume
+    mlx-selective finetune --model "$model" --train --data data --num-layers -1 --optimizer adamw --iters "$iters" \
+      --batch-size "$batch" --max-seq-length 1024 --seed "$seed" -c "$name.yaml" \
+      --steps-per-report $((iters / 50 > 0 ? iters / 50 : 1)) --steps-per-eval "$iters" --val-batches "${VALIDATION:-25}" \
+      --save-every "$iters" --adapter-path "$name" "$@"
+    touch "$name.trained"
+  fi
+  python "$here/pruned_perplexity.py" --model "$model" --adapter-path "$name" \
+    --documents "$shared/checkpoints/llama-softmax/expected.npz" $budgets | tee "$name.perplexity"
+}
+
+convert softmax softmax
+convert selective selective
+convert ssa ssa
+convert ssa-shared '{"kind": "ssa", "token_map": "weight_sharing"}'
+[ -d data ] || python "$here/training_text.py" --model softmax --data "$shared/data" --to data \
+  --megabytes "${MEGABYTES:-60}" --seed "$seed"
+for arm in "${@:-without-selection retrofit retrofit-memory-loss temperatures temperatures-shared}"; do
+  for name in $arm; do
+    budgets="--budgets 256 128 64" selecting="--fine-tune-type full --retrofit --retrofit-iters $((iters / 3))"
+    case $name in
+      without-selection) budgets="" train $name softmax "${RATE:-5e-4}" --fine-tune-type full ;;
+      retrofit) train $name selective "${RATE:-5e-4}" $selecting ;;
+      retrofit-memory-loss) train $name selective "${RATE:-5e-4}" $selecting --memory-loss 0.1 ;;
+      temperatures) budgets="" train $name ssa "${TEMPERATURES_RATE:-1e-3}" --fine-tune-type temperatures ;;
+      temperatures-shared) budgets="" train $name ssa-shared "${TEMPERATURES_RATE:-1e-3}" --fine-tune-type temperatures ;;
+      *) echo "unknown arm: $name" >&2; exit 2 ;;
+    esac
+  done
+done

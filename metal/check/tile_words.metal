@@ -45,10 +45,9 @@ template <typename T, int R, int C, int K>
   s.fill(0);
   multiply_transposed(s, held, bs, index);
   store(s, product, C, R, index);
-  t.fill(0);
   Staged<T, R, K> staged;
   staged.rows = as;
-  multiply_transposed(t, staged, bs, index);
+  product_transposed(t, staged, bs, index);
   store(t, staged_product, C, R, index);
 
 #pragma unroll

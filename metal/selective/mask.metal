@@ -85,10 +85,9 @@ template <typename T, typename M, int D, int KEYS, int R, int ALIGN, int BK, boo
       continue;
     }
     Tile<R, C> s;
-    s.fill(0);
     Staged<T, R, D> staged;
     staged.rows = memory;
-    multiply_transposed(s, staged, ks + (mine - first) * PITCH, in_simdgroup);
+    product_transposed(s, staged, ks + (mine - first) * PITCH, in_simdgroup);
 
     Rows<R> needed(0);
     int at[Rows<R>::SIZE]; // positions of the rows' queries

@@ -53,8 +53,7 @@ template <typename T, int D, int KEYS, int R, int ALIGN, int BK>
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     for (int c = 0; c < ALIGN; c += C) {
       Tile<R, C> s;
-      s.fill(0);
-      multiply_transposed(s, held, memory + c * PITCH, in_simdgroup);
+      product_transposed(s, held, memory + c * PITCH, in_simdgroup);
       int at[Cols<C>::SIZE]; // positions of the columns' queries
 #pragma unroll
       for (short i = 0; i < Cols<C>::SIZE; i++) {

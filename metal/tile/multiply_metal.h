@@ -70,17 +70,18 @@ METAL_FUNC Operand<T, R, K> operand(const thread Tile<R, K>& tile) {
   return result;
 }
 
-template <typename A, int R, int C>
+// PARTS, PART: of the depth, the part that is summed.
+template <short PARTS = 1, short PART = 0, typename A, int R, int C>
 METAL_FUNC void multiply_transposed(
     thread Tile<R, C>& s,
     const thread A& a,
     const threadgroup typename A::Element* b,
     ushort index) {
-  static_assert(A::DEPTH % 16 == 0, "depths in steps of 16, as on CUDA");
-  constexpr short PITCH = Block<typename A::Element, A::DEPTH>::PITCH;
+  static_assert(A::DEPTH % (16 * PARTS) == 0, "depths in steps of 16, as on CUDA");
+  constexpr short PITCH = Block<typename A::Element, A::DEPTH>::PITCH, STEPS = A::DEPTH / 8 / PARTS;
   const Lane lane(index);
 #pragma unroll
-  for (short k = 0; k < A::DEPTH / 8; k++) {
+  for (short k = PART * STEPS; k < (PART + 1) * STEPS; k++) {
 #pragma unroll
     for (short j = 0; j < C / 8; j++) {
       const threadgroup typename A::Element* first = b + (j * 8 + lane.col) * PITCH + k * 8 + lane.row;
@@ -91,6 +92,28 @@ METAL_FUNC void multiply_transposed(
         a.piece(left, i, k, index);
         multiply_accumulate(s.piece(i, j), left, right);
       }
+    }
+  }
+}
+
+// In two sums, if it is a long one, which rounds less away.
+template <typename A, int R, int C>
+METAL_FUNC void product_transposed(
+    thread Tile<R, C>& s,
+    const thread A& a,
+    const threadgroup typename A::Element* b,
+    ushort index) {
+  s.fill(0);
+  if constexpr (A::DEPTH < 128) {
+    multiply_transposed(s, a, b, index);
+  } else {
+    Tile<R, C> second;
+    second.fill(0);
+    multiply_transposed<2, 0>(s, a, b, index);
+    multiply_transposed<2, 1>(second, a, b, index);
+#pragma unroll
+    for (short e = 0; e < s.SIZE; e++) {
+      s[e] += second[e];
     }
   }
 }
