@@ -55,7 +55,7 @@ def _parts(lora: Any, args: SimpleNamespace) -> dict[str, Any]:
     """What takes the place of parts of mlx-lm's lora."""
     to_lora, train_model, stock_load = lora.linear_to_lora_layers, lora.train_model, lora.load
     evaluate_model = lora.evaluate_model
-    written: dict[str, Any] = {}
+    kind, written = args.fine_tune_type, {}
 
     def load(*arguments, **options):
         model, tokenizer = stock_load(*arguments, **options)
@@ -65,28 +65,27 @@ def _parts(lora: Any, args: SimpleNamespace) -> dict[str, Any]:
         return model, tokenizer
 
     def train_layers(model, num_layers, settings, use_dora=False):
-        if written["fine_tune_type"] != "temperatures":
+        if kind != "temperatures":
             to_lora(model, num_layers, settings, use_dora=use_dora)
         count = unfreeze_own(model, num_layers)
         if count:
             print(f"The method's own parameters: {share_of_own(model):.3%} of all")
-        elif written["fine_tune_type"] == "temperatures":
+        elif kind == "temperatures":
             raise UserError(f"--num-layers {num_layers}: those layers have no temperatures.")
         if args.resume_adapter_file is not None:
             _check_weights(Path(args.resume_adapter_file).expanduser(), model)
 
     def train_own_model(args, model, *more):
-        written["fine_tune_type"] = args.fine_tune_type
-        if args.fine_tune_type == "temperatures":
+        if kind == "temperatures":
             args.fine_tune_type = "lora"  # mlx-lm's code knows no other that changes no layer
         train_model(args, model, *more)
 
     def keep_config(config, path):
         # it is written with the first weights
-        written.update(config | {"fine_tune_type": written["fine_tune_type"]})
+        written.update(config | {"fine_tune_type": kind})
 
     def train(model, args: Any, **options):
-        own = SimpleNamespace(**vars(own_args) | {"fine_tune_type": written["fine_tune_type"]})
+        own = SimpleNamespace(**vars(own_args) | {"fine_tune_type": kind})
         for part in ("train", "val"):
             _check_examples(own, part, options[f"{part}_dataset"])
         settings = settings_of(own, len(options["train_dataset"]))
@@ -99,6 +98,7 @@ def _parts(lora: Any, args: SimpleNamespace) -> dict[str, Any]:
 
     own_args = args
     return {
+        **_header(lora, kind),
         "load": load,
         "linear_to_lora_layers": train_layers,
         "train_model": train_own_model,
@@ -106,6 +106,19 @@ def _parts(lora: Any, args: SimpleNamespace) -> dict[str, Any]:
         "save_config": keep_config,
         "train": train,
     }
+
+
+def _header(lora: Any, kind: str) -> dict[str, Any]:
+    """What mlx-lm shows at the start, with what is really trained; 0.31.3 shows nothing."""
+    show = getattr(lora, "print_lora_run_header", None)
+
+    def show_ours(console, args):
+        rate = None if args.lr_schedule else args.learning_rate
+        layers = "all" if args.num_layers == -1 else args.num_layers
+        own = {"fine_tune_type": kind, "num_layers": layers, "learning_rate": rate}
+        show(console, SimpleNamespace(**vars(args) | own))
+
+    return {"print_lora_run_header": show_ours} if show else {}
 
 
 def _kind(model: nn.Module) -> str:

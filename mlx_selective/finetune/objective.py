@@ -10,8 +10,10 @@ from mlx_lm.tuner.trainer import default_loss
 from ..attention.selective.memory_loss import TrainingPass, keys_needed
 
 #: What the model itself holds in training, so that mlx-lm's compiled step takes it in and gives it
-#: back: the gain of F, keys that stay, and the share of keys that each selective layer needs.
+#: back: the gain of F, keys that stay, the share of keys that each selective layer needs, and the
+#: sum and number of the losses since the last report.
 GAIN, KEEP, NEEDED = "selection_gain", "selection_keep", "keys_needed"
+UNREPORTED = "unreported_losses"
 
 
 class Objective:
@@ -39,12 +41,17 @@ class Objective:
         self._pass.remaining.clear()
         self._pass.gain, self._pass.keep = model.get(GAIN), model.get(KEEP)
         loss, tokens = default_loss(model, batch, lengths)
-        if not model.training or not self._pass.remaining:
+        if not model.training:
             return loss, tokens
-        needed = keys_needed(self._pass.remaining, mx.minimum(lengths[:, 1], batch.shape[1] - 1))
-        if NEEDED in model:
-            model[NEEDED] = mx.stop_gradient(needed)
-        return loss + self._weight * needed.mean() if self._weight else loss, tokens
+        if self._pass.remaining:
+            real = mx.minimum(lengths[:, 1], batch.shape[1] - 1)
+            needed = keys_needed(self._pass.remaining, real)
+            if NEEDED in model:
+                model[NEEDED] = mx.stop_gradient(needed)
+            loss = loss + self._weight * needed.mean() if self._weight else loss
+        if UNREPORTED in model:
+            model[UNREPORTED] = model[UNREPORTED] + mx.stop_gradient(mx.stack([loss, mx.ones_like(loss)]))
+        return loss, tokens
 
 
 def linear(first: float, last: float, steps: int) -> Callable[[int], float]:
@@ -66,5 +73,5 @@ def hold(model: nn.Module, **values: Any) -> None:
 
 def let_go(model: nn.Module) -> None:
     """Takes away what :func:`hold` gave."""
-    for name in (GAIN, KEEP, NEEDED):
+    for name in (GAIN, KEEP, NEEDED, UNREPORTED):
         model.pop(name, None)

@@ -6,9 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from .objective import GAIN, KEEP, NEEDED
+from .objective import GAIN, KEEP, NEEDED, UNREPORTED, hold
 
 CURVE = "losses.jsonl"
 _WRITTEN: list[dict] = []
@@ -39,6 +40,10 @@ class Progress:
 
     def on_train_loss_report(self, report: dict[str, Any]) -> None:
         """One line of training: the loss, what layers still need, speed, memory, the end."""
+        # mlx-lm's mean begins where this start began, perhaps in the middle of a report
+        total, count = mx.distributed.all_sum(self._model[UNREPORTED], stream=mx.cpu).tolist()
+        hold(self._model, **{UNREPORTED: [0.0, 0.0]})
+        report = report | {"train_loss": total / count}
         iteration, point = report["iteration"], {"train_loss": report["train_loss"]}
         parts = [f"Train loss {report['train_loss']:.3f}"]
         if NEEDED in self._model:

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
 from ..files import check_safetensors
+from .objective import UNREPORTED, hold
 from .writing import whole_file
 
 FILE = "training_state.safetensors"
@@ -20,13 +21,13 @@ _WEIGHTS, _OPTIMIZER, _RANDOM = "weights.", "optimizer.", "random"
 def save_state(
     folder: Path, model: nn.Module, optimizer: optim.Optimizer, iteration: int, settings: dict
 ) -> None:
-    """Writes what is trained, the optimizer, MLX's random state and the place.
+    """Writes what is trained, the optimizer, MLX's random state, unreported losses and the place.
 
     The old file stays until the new one is whole.
 
     Args:
         folder: of the adapter.
-        model: its trainable parameters are saved.
+        model: its trainable parameters are saved, and the losses that it holds.
         optimizer: its state, with the step that a schedule counts, is saved.
         iteration: the last one that is done; its batch is the last one that was seen.
         settings: what has to be the same to go on.
@@ -38,6 +39,7 @@ def save_state(
         **{_WEIGHTS + name: value for name, value in tree_flatten(model.trainable_parameters())},
         **{_OPTIMIZER + name: value for name, value in tree_flatten(optimizer.state)},
         _RANDOM: mx.random.state[0],
+        UNREPORTED: model[UNREPORTED],
     }
     metadata = {"iteration": str(iteration), "settings": json.dumps(settings, sort_keys=True)}
     with whole_file(folder / FILE) as file:
@@ -76,12 +78,14 @@ def load_state(
         raise UserError(f"{path}: holds other parameters than are trained here.")
     optimizer.init(model.trainable_parameters())
     steps = _part(arrays, _OPTIMIZER)
-    if _shapes(steps) != _shapes(dict(tree_flatten(optimizer.state))) or _RANDOM not in arrays:
-        raise UserError(f"{path}: is not whole: the optimizer's or the random state is missing.")
+    whole = _RANDOM in arrays and UNREPORTED in arrays
+    if _shapes(steps) != _shapes(dict(tree_flatten(optimizer.state))) or not whole:
+        raise UserError(f"{path}: is not whole: a part of the state is missing.")
     model.load_weights(list(weights.items()), strict=False)
     optimizer.state = tree_unflatten(list(steps.items()))
     high, low = arrays[_RANDOM].tolist()
     mx.random.seed(high << 32 | low)  # whose two halves are the state itself
+    hold(model, **{UNREPORTED: arrays[UNREPORTED]})
     mx.eval(model.trainable_parameters(), optimizer.state)
     return iteration
 

@@ -1,6 +1,5 @@
 """mlx-lm's training loop, with our loss, batches whose order is known, and a way to stop."""
 
-import builtins
 import itertools
 import signal
 import threading
@@ -19,7 +18,7 @@ from ..attention.selective.memory_loss import TrainingPass, training_pass
 from ..errors import UserError
 from ..stock_tools.exchange import exchanged
 from . import adapters
-from .objective import GAIN, KEEP, NEEDED, Objective, hold, let_go
+from .objective import GAIN, KEEP, NEEDED, UNREPORTED, Objective, hold, let_go
 from .picture import draw
 from .progress import CURVE, Progress, Silent
 from .settings import buffer_of
@@ -121,6 +120,7 @@ class Run:
 
     def _prepare(self, last: int) -> None:
         """Takes back the state of a stopped training, and gives the model what schedules move."""
+        hold(self._model, **{UNREPORTED: [0.0, 0.0]})
         if self._args.resume:
             self._done = load_state(self._folder, self._model, self._optimizer, self._settings)
             self._saved = self._done
@@ -144,8 +144,6 @@ class Run:
             parts["TrainUI"] = Silent
         else:
             parts["print"] = lambda *_, **__: None
-        for name in ("range", "print"):  # builtins, which no module has of its own
-            vars(trainer).setdefault(name, getattr(builtins, name))
         return parts
 
     def _batches(self, dataset, batch_size, max_seq_length, loop=False, **options):

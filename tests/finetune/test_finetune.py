@@ -22,16 +22,16 @@ from mlx_selective.finetune.training import Run
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 def test_the_memory_loss_lowers_what_layers_need(finetune, models, kind):
-    flags = ["--fine-tune-type", kind, "--num-layers", -1]
+    flags = ["--fine-tune-type", kind, "--num-layers", -1, "--learning-rate", "5e-4"]
     code, printed = finetune(models("selective"), *flags, "--memory-loss", 20, iters=24)
     assert code == 0
     needed = np.array([point["keys_needed"] for point in curve() if "keys_needed" in point])
     assert needed.shape == (24, 2)
     # an epoch has four batches
-    assert needed[-4:].mean() < 0.9 * needed[:4].mean()
+    assert needed[-4:].mean() < 0.8 * needed[:4].mean()
     assert re.search(r"Iter 24: Train loss [\d.]+, Keys needed [\d.]+% \(\d+ \d+\), ", printed)
     tuned = logits(models("selective"), IDS, adapter_path="adapters")
-    assert mx.abs(tuned - logits(models("selective"), IDS)).max() > 0.1
+    assert mx.abs(tuned - logits(models("selective"), IDS)).max() > 0.01
 
 
 def test_without_a_memory_loss_the_loss_is_mlx_lms(finetune, models):
@@ -55,29 +55,36 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("stop", [2, 4, 5, 8])
-@pytest.mark.parametrize("name", SETTINGS)
+#: 20 places at random, so that each of five settings is stopped at four
+STOPS = [
+    (name, int(stop))
+    for seed, name in enumerate(SETTINGS)
+    for stop in np.random.default_rng(seed).choice(np.arange(2, 13), 4, replace=False)
+]
+
+
+@pytest.mark.parametrize("name, stop", STOPS)
 def test_a_stopped_training_goes_on_as_if_nothing_had_been(
     finetune, models, data, monkeypatch, name, stop
 ):
-    """Beyond the end of an epoch of four batches too."""
+    """Beyond the ends of epochs of four batches, and between two reports, too."""
     (data.parent / "settings.yaml").write_text(
         "lora_parameters: {rank: 4, dropout: 0.3, scale: 10.0}\n"
         "lr_schedule: {name: cosine_decay, arguments: [1e-2, 10], warmup: 3}\n"
     )
-    flags = [*SETTINGS[name], "--save-every", 3]
-    whole = finetune(models("selective"), *flags, "--adapter-path", "whole", iters=10)
+    flags = [*SETTINGS[name], "--save-every", 3, "--steps-per-report", 5]
+    whole = finetune(models("selective"), *flags, "--adapter-path", "whole", iters=14)
     assert whole[0] == 0
     with monkeypatch.context() as patched:
         stop_after(patched, stop)
-        code, printed = finetune(models("selective"), *flags, iters=10)
+        code, printed = finetune(models("selective"), *flags, iters=14)
     accumulated = stop + stop % 2 if name == "accumulated" else stop
     assert code == 130 and f"Stopped after iteration {accumulated}; to go on:" in printed
     assert printed.count("--resume") == 1
-    assert finetune(models("selective"), *flags, "--resume", iters=10)[0] == 0
+    assert finetune(models("selective"), *flags, "--resume", iters=14)[0] == 0
     assert same(adapter(), adapter("whole"))
-    ours, theirs = curve(), curve("whole")
-    assert ours == theirs
+    reported = [point["iteration"] for point in curve() if "train_loss" in point]
+    assert curve() == curve("whole") and reported == [5, 10, 14]
     assert config() | {"adapter_path": "", "resume": False} == config("whole") | {
         "adapter_path": ""
     }
