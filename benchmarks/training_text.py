@@ -2,14 +2,16 @@
 
 ``python benchmarks/training_text.py --model MODEL --data ../shared/data --to DATA`` writes
 DATA/train.jsonl and valid.jsonl: lines ``{"text": ...}`` of at most ``--tokens`` tokens, so that
-nothing is cut off. Conversations, instructions and tales are taken ``--often`` times as often as
-novels and textbooks; ``--megabytes`` of text are drawn, by ``--seed``.
+nothing is cut off. Those of train.jsonl are full, one document after the other, so that nearly all
+batches have one length, for which buffers are there already. Conversations, instructions and tales
+are taken ``--often`` times as often as novels and textbooks; ``--megabytes`` of text are drawn, by
+``--seed``.
 """
 
 import argparse
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +36,12 @@ def main() -> None:
     options.to.mkdir(parents=True, exist_ok=True)
     documents = list(read(options.data / "train.jsonl.xz", tokenizer, options.often))
     order = np.random.default_rng(options.seed).permutation(len(documents))
-    write(options.to / "train.jsonl", (documents[n] for n in order), tokenizer, options)
+    pieces = cut(joined(documents[n] for n in order), tokenizer, options.tokens)
+    write(options.to / "train.jsonl", pieces, options.megabytes)
     with lzma.open(options.data / "valid.jsonl.xz", "rt", encoding="utf-8") as file:
         held_out = [json.loads(line)[1] for line in file]
-    write(options.to / "valid.jsonl", held_out, tokenizer, options)
+    pieces = cut(held_out, tokenizer, options.tokens)
+    write(options.to / "valid.jsonl", pieces, options.megabytes)
 
 
 def read(file: Path, tokenizer, often: int) -> Iterator[str]:
@@ -54,30 +58,41 @@ def read(file: Path, tokenizer, often: int) -> Iterator[str]:
             yield from parts * (often if document["kind"] in SHORT else 1)
 
 
-def write(file: Path, documents, tokenizer, options: argparse.Namespace) -> None:
-    """Pieces of documents, until there are as many megabytes."""
-    written = tokens = pieces = 0
+def write(file: Path, pieces: Iterator[tuple[str, int]], megabytes: float) -> None:
+    """Pieces, until there are as many megabytes."""
+    written = tokens = count = 0
     with file.open("w", encoding="utf-8") as lines:
-        for document in documents:
-            for piece, length in cut(document, tokenizer, options.tokens):
-                lines.write(json.dumps({"text": piece}) + "\n")
-                written, tokens, pieces = written + len(piece), tokens + length, pieces + 1
-            if written > options.megabytes * 1e6:
+        for piece, length in pieces:
+            lines.write(json.dumps({"text": piece}) + "\n")
+            written, tokens, count = written + len(piece), tokens + length, count + 1
+            if written > megabytes * 1e6:
                 break
-    print(f"{file}: {pieces} pieces, {tokens} tokens, {written / 1e6:.1f} MB")
+    print(f"{file}: {count} pieces, {tokens} tokens, {written / 1e6:.1f} MB")
 
 
-def cut(text: str, tokenizer, most: int) -> Iterator[tuple[str, int]]:
+def joined(documents: Iterable[str], least: int = 40_000) -> Iterator[str]:
+    """Documents after one another, ``least`` characters or more together."""
+    together = []
+    for text in documents:
+        together.append(text)
+        if sum(map(len, together)) >= least:
+            yield "\n\n".join(together)
+            together = []
+    yield "\n\n".join(together)
+
+
+def cut(documents: Iterable[str], tokenizer, most: int) -> Iterator[tuple[str, int]]:
     """Pieces of at most ``most`` tokens, at spaces where there are some, and their lengths."""
-    while text:
-        piece = text[: 8 * most]
-        length = len(tokenizer.encode(piece))
-        while length > most:
-            piece = piece[: max(1, int(len(piece) * 0.97 * most / length))]
-            piece = piece[: piece.rfind(" ") + 1] or piece
+    for text in documents:
+        while text:
+            piece = text[: 8 * most]
             length = len(tokenizer.encode(piece))
-        yield piece, length
-        text = text[len(piece) :]
+            while length > most:
+                piece = piece[: max(1, int(len(piece) * 0.97 * most / length))]
+                piece = piece[: piece.rfind(" ") + 1] or piece
+                length = len(tokenizer.encode(piece))
+            yield piece, length
+            text = text[len(piece) :]
 
 
 if __name__ == "__main__":
