@@ -50,7 +50,9 @@ class Objective:
                 model[NEEDED] = mx.stop_gradient(needed)
             loss = loss + self._weight * needed.mean() if self._weight else loss
         if UNREPORTED in model:
-            model[UNREPORTED] = model[UNREPORTED] + mx.stop_gradient(mx.stack([loss, mx.ones_like(loss)]))
+            model[UNREPORTED] = model[UNREPORTED] + mx.stop_gradient(
+                mx.stack([loss, mx.ones_like(loss)])
+            )
         return loss, tokens
 
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 from ...cache.pruned import MIN_BUDGET, PrunedKVCache
 from ...errors import UserError
 from ..method import AttentionMethod, LayerCall
+from .as_decoded import current_chunk, decoded_attention
 from .definition import selective_attention, selective_step
 from .memory_loss import TrainingPass, current_pass
 
@@ -19,6 +20,9 @@ class SelectiveCall(LayerCall):
         training = current_pass()
         if cache is None and training is not None:
             return _train(training, gain, queries, keys, values, scale)
+        if cache is None and current_chunk() is not None:
+            own = {"budget": self.method.budget, "chunk": current_chunk(), "gain": gain}
+            return decoded_attention(queries, keys, values, scale=scale, **own)
         if cache is None:
             return selective_attention(queries, keys, values, scale=scale, gain=gain)
         if not isinstance(cache, PrunedKVCache):
