@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": ("convert.command", "convert a PyTorch checkpoint from a folder or the Hub"),
     "generate": ("generation.command", "generate from one prompt"),
     "chat": ("chat.command", "chat in the terminal"),
+    "budget": ("budget.command", "find how few keys each layer needs, and store it"),
     "doctor": ("doctor.command", "check this installation"),
     "finetune": (_STOCK, "fine-tune with what the methods need, with the flags of mlx_lm.lora"),
     "lora": (_STOCK, "fine-tune as any model (mlx_lm.lora)"),

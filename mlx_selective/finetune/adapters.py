@@ -11,8 +11,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from ..errors import UserError
 from ..files import check_safetensors, read_json
+from ..writing import whole_file
 from .own_parameters import own_names
-from .writing import whole_file
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 #: mlx-lm's kinds of fine-tuning, and the one that trains an attention method's own parameters alone

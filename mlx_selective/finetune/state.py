@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
 from ..files import check_safetensors
+from ..writing import whole_file
 from .objective import UNREPORTED, hold
-from .writing import whole_file
 
 FILE = "training_state.safetensors"
 _WEIGHTS, _OPTIMIZER, _RANDOM = "weights.", "optimizer.", "random"

@@ -56,6 +56,21 @@ def check_data(args: Any) -> None:
             raise UserError(
                 f"--data {folder}: no such folder (for a dataset of the Hub: pip install datasets)."
             ) from None
+    for file in (folder / f"{part}.jsonl" for part in ("train", "valid", "test")):
+        if file.is_file():
+            read_examples(file, args)
+
+
+def read_examples(file: Path, args: Any = None) -> list[dict[str, Any]]:
+    """The lines of a file of data, checked.
+
+    Args:
+        file: lines of JSON in one of mlx-lm's forms; the first line's is that of all.
+        args: settings that name other fields, as in mlx_lm.lora; None for mlx-lm's own names.
+
+    Raises:
+        UserError: naming the file, the line and what is wrong with it.
+    """
     # mlx-lm's own order: the first kind that the first example has is the kind of all.
     prompt, completion, chat, text = (
         getattr(args, f"{part}_feature", None) or name
@@ -65,14 +80,8 @@ def check_data(args: Any) -> None:
         }.items()
     )
     kinds = ({prompt: str, completion: str}, {chat: list}, {text: str})
-    for file in (folder / f"{part}.jsonl" for part in ("train", "valid", "test")):
-        if file.is_file():
-            _check_examples(file, kinds)
-
-
-def _check_examples(file: Path, kinds: tuple[dict[str, type], ...]) -> None:
-    """Checks that every line is an object with the parts of the first line's kind."""
     parts: dict[str, type] = {}
+    examples: list[dict[str, Any]] = []
     number = 0
     try:
         with file.open(encoding="utf-8") as lines:
@@ -86,12 +95,14 @@ def _check_examples(file: Path, kinds: tuple[dict[str, type], ...]) -> None:
                     if not _is_whole(example.get(part), kind):
                         what = "text" if kind is str else "a list of objects"
                         raise UserError(f"{file}, line {number}: {part!r} must be {what}.")
+                examples.append(example)
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}, line {number or 1}: not JSON ({error}).") from None
     if not number:
         raise UserError(f"{file} holds no examples; fill it or take it away.")
+    return examples
 
 
 def _is_whole(value: Any, kind: type) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import UserError
-from ..files import one_line
+from .errors import UserError
+from .files import one_line
 
 
 @contextmanager

@@ -1,0 +1,104 @@
+"""Memory against perplexity: the states of an allocation, as a file and as a picture."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..files import read_json
+from ..writing import whole_file
+from .allocation import Step
+
+CURVE, PICTURE = "budgets.json", "budgets.png"
+
+
+def share_of_keys(budgets: list[int], tokens: int) -> float:
+    """What share of a full cache of ``tokens`` tokens these budgets keep."""
+    return sum(min(budget, tokens) for budget in budgets) / (len(budgets) * tokens)
+
+
+def write_curve(folder: Path, steps: list[Step], about: dict[str, Any]) -> Path:
+    """Writes the states, the full cache first, with what they were measured on.
+
+    Args:
+        folder: of the model.
+        steps: in the order of the allocation; the first one keeps everything.
+        about: what the file tells beside them; its ``tokens`` are those of a document.
+
+    Returns:
+        The file, ``budgets.json``.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    points = [
+        {
+            "budgets": step.budgets,
+            "kept": share_of_keys(step.budgets, about["tokens"]),
+            "perplexity": math.exp(step.loss),
+        }
+        for step in steps
+    ]
+    with whole_file(folder / CURVE) as file:
+        file.write_text(json.dumps(about | {"curve": points}, indent=1) + "\n", encoding="utf-8")
+    return folder / CURVE
+
+
+def budgets_within(folder: Path, max_loss: float) -> list[int]:
+    """The smallest budgets of a model's curve whose perplexity rises by no more than a share.
+
+    Args:
+        folder: of the model.
+        max_loss: such as 0.01 for 1 %.
+
+    Raises:
+        UserError: if the model has no curve, or it is damaged.
+    """
+    file = folder / CURVE
+    if not file.is_file():
+        raise UserError(
+            f"--max-loss needs {file}; mlx-selective budget --model {folder} --data ... makes it."
+        )
+    try:
+        points = [
+            (float(point["perplexity"]), float(point["kept"]), list(map(int, point["budgets"])))
+            for point in read_json(file)["curve"]
+        ]
+        most = points[0][0] * (1 + max_loss)
+        return min((point for point in points if point[0] <= most), key=lambda point: point[1])[2]
+    except (LookupError, TypeError, ValueError):
+        raise UserError(f"{file} is not what mlx-selective budget wrote; make it anew.") from None
+
+
+def draw_curve(folder: Path, steps: list[Step], tokens: int, others: dict[str, Any]) -> Path | None:
+    """Draws perplexity over the share of keys as ``budgets.png``.
+
+    Args:
+        folder: of the model.
+        steps: of the allocation.
+        tokens: of a document.
+        others: label -> points (share of keys, perplexity) of other ways.
+
+    Returns:
+        The picture, or None where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    own = [(share_of_keys(step.budgets, tokens), math.exp(step.loss)) for step in steps]
+    for label, points in {"budgets of each layer": own, **others}.items():
+        shares, perplexities = zip(*points, strict=True)
+        style = {"marker": "o", "ms": 3} if len(points) < 30 else {}
+        axes.plot([100 * share for share in shares], perplexities, label=label, **style)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"keys kept of {tokens} (%)")
+    axes.set_ylabel("perplexity")
+    axes.legend()
+    figure.savefig(folder / PICTURE, dpi=120)
+    return folder / PICTURE
