@@ -19,18 +19,8 @@ from ..writing import whole_file
 from .allocation import Step, allocate
 from .curve import draw_curve, share_of_keys, write_curve
 from .documents import read_documents
+from .flags import percentage
 from .measure import check_prunable, mean_loss
-
-
-def percentage(text: str) -> float:
-    """argparse type: ``1%`` or ``0.01`` as 0.01."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 10:
-        raise argparse.ArgumentTypeError(f"must be a share such as 1% or 0.01, got {text}")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

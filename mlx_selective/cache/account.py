@@ -35,9 +35,12 @@ class CacheAccount:
     @property
     def kept_text(self) -> str:
         """How many keys a layer keeps, as a number or a range."""
-        return (
-            str(self.kept) if isinstance(self.kept, int) else (f"{min(self.kept)}-{max(self.kept)}")
-        )
+        return _as_text(self.kept)
+
+    @property
+    def budget_text(self) -> str | None:
+        """How many keys a layer may keep, as a number or a range; None for all."""
+        return None if self.budget is None else _as_text(self.budget)
 
     def __str__(self) -> str:
         return (
@@ -59,6 +62,14 @@ def account(prompt_cache: list[Any]) -> CacheAccount:
         bytes=sum(0 if cache.empty() else cache.nbytes for cache in prompt_cache),
         full_bytes=sum(_full_bytes(cache) for cache in prompt_cache),
     )
+
+
+def _as_text(numbers: int | list[int | None]) -> str:
+    if isinstance(numbers, int):
+        return str(numbers)
+    some = [number for number in numbers if number is not None]
+    most = "all" if len(some) < len(numbers) else max(some)
+    return f"{min(some)}-{most}"
 
 
 def _one_or_all(values: list) -> Any:

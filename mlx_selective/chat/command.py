@@ -3,13 +3,13 @@
 import argparse
 import sys
 
+from ..budget.flags import load_within
 from ..builtin import BUILTIN_MODEL
 from ..generation.options import (
     add_model_arguments,
     add_sampling_arguments,
     sampler_from,
 )
-from ..loading import load
 from .loop import HELP, Chat
 from .session import ChatSession
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  gives input() line editing and history
-    model, tokenizer = load(args.model, args.budget, adapter_path=args.adapter_path)
+    model, tokenizer = load_within(args, args.model)
     session = ChatSession(
         model,
         tokenizer,
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     if interactive:
         attention = getattr(model, "attention", None)
         kind = f"{attention.kind} attention" if attention else "attention as in mlx-lm"
-        budget = session.account().budget
+        budget = session.account().budget_text
         name = "built-in model" if args.model == str(BUILTIN_MODEL) else args.model
         print(f"{name}: {kind}, " + (f"{budget} keys a layer" if budget else "full cache"))
         print(HELP)

@@ -100,7 +100,7 @@ class Chat:
         account, last = self.session.account(), self.session.last
         attention = getattr(self.session.model, "attention", None)
         self._tell(f"attention   {attention.kind if attention else 'as in mlx-lm'}")
-        self._tell(f"budget      {account.budget or 'none: every key is kept'}")
+        self._tell(f"budget      {account.budget_text or 'none: every key is kept'}")
         self._tell(f"cache       {account}")
         if last is not None:
             self._tell(f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s")

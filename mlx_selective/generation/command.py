@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 
+from ..budget.flags import load_within
 from ..builtin import BUILTIN_MODEL
 from ..cache import account, make_prompt_cache
 from ..errors import UserError
@@ -56,9 +57,7 @@ def run(args: argparse.Namespace) -> None:
     if not text:
         raise UserError("the prompt is empty; give --prompt some text.")
     if args.prompt_cache_file is None:
-        model, tokenizer = load(
-            args.model or BUILTIN_MODEL, args.budget, adapter_path=args.adapter_path
-        )
+        model, tokenizer = load_within(args, args.model or BUILTIN_MODEL)
         prompt, cache = text, make_prompt_cache(model)
         if not args.ignore_chat_template:
             prompt = chat_prompt(tokenizer, text, args.system_prompt)
@@ -78,8 +77,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _continue(args, text):
     """Model, tokenizer, prompt and cache where --prompt-cache-file holds the beginning."""
-    for flag, value in (("--budget", args.budget), ("--system-prompt", args.system_prompt)):
+    given = {name: getattr(args, name) for name in ("budget", "max_loss", "system_prompt")}
+    for name, value in given.items():
         if value is not None:
+            flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag}: the prompt of --prompt-cache-file has its own; leave it out.")
     saved = PromptCacheFile(args.prompt_cache_file)
     if args.model is not None:

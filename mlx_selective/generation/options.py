@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
+from ..budget.flags import add_budget_arguments
 from ..builtin import BUILTIN_MODEL
 from .stream import PREFILL_STEP_SIZE
 
@@ -44,11 +45,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="Folder of a converted model, or its Hub id (default: the built-in model).",
     )
     parser.add_argument("--adapter-path", help="Path of trained adapter weights and config.")
-    parser.add_argument(
-        "--budget",
-        type=int,
-        help="Keys each layer keeps (selective attention; default: as the model's config says).",
-    )
+    add_budget_arguments(parser)
 
 
 def add_sampling_arguments(

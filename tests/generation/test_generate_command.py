@@ -131,7 +131,7 @@ def test_bytes_that_are_no_text_are_replaced(command, typed):
         (["--prompt", "", "--ignore-chat-template"], "the prompt is empty"),
         (["--budget", "1"], "budget must be at least 2 keys a layer"),
         (["--budget", "-5"], "budget must be at least 2 keys a layer"),
-        (["--budget", "many"], "argument --budget: invalid int value: 'many'"),
+        (["--budget", "many"], "argument --budget: must be keys a layer such as 256"),
         (["--max-tokens", "0"], "argument --max-tokens/-m: must be at least 1, got 0"),
         (["--max-tokens", "-3"], "argument --max-tokens/-m: must be at least 1, got -3"),
         (["--prefill-step-size", "0"], "argument --prefill-step-size: must be at least 1, got 0"),
