@@ -28,7 +28,7 @@ def read_documents(
         most: documents of each set.
 
     Returns:
-        Those to choose by and those to report on, (M, tokens + 1) int32 each.
+        Those to choose by and those to report on, (B, T + 1) int32 each for T tokens.
 
     Raises:
         UserError: if the file is not there or damaged, or has fewer than two such documents.

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..attention.selective import as_decoded
+from ..attention.selective.as_decoded import Rule
 from ..errors import UserError
 
 
@@ -13,15 +14,17 @@ def mean_loss(
     budgets: int | list[int | None] | None = None,
     *,
     chunk: int = 1,
+    rule: Rule | None = None,
     batch_size: int = 8,
 ) -> float:
     """Mean negative log-likelihood of the tokens after each document's first.
 
     Args:
         model: a model with selective attention in all layers; keeps its own budgets.
-        documents: (M, T + 1) int32, without padding.
+        documents: (B, T + 1) int32, without padding.
         budgets: keys that each layer keeps, one number or one a layer; None for all.
         chunk: tokens that come at a time; 1 is token by token.
+        rule: another rule by which keys leave, to compare with.
         batch_size: documents that are read at once.
 
     Returns:
@@ -34,7 +37,7 @@ def mean_loss(
     total = 0.0
     model.exchange_attention(before.with_budget(budgets))
     try:
-        with as_decoded(chunk):
+        with as_decoded(chunk, rule):
             for start in range(0, documents.shape[0], batch_size):
                 ids = documents[start : start + batch_size]
                 logits = model(ids[:, :-1]).astype(mx.float32)

@@ -5,8 +5,9 @@ S tells when each key leaves, and attention runs once, in which a query sees the
 still there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -14,11 +15,24 @@ import numpy as np
 from ..heads import head_logits
 from .definition import selective_attention
 
-_chunks: list[int] = []
+#: which keys leave: S, the budget and a function that gives the logits less F, (B, H, N, N)
+#: float32, -inf where nothing is seen; to the last query that sees each key, as last_queries
+Rule = Callable[[np.ndarray, int, Callable[[], np.ndarray]], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a text comes: how many tokens at a time, and by which rule keys leave."""
+
+    chunk: int
+    rule: Rule
+
+
+_decodings: list[Decoding] = []
 
 
 @contextmanager
-def as_decoded(chunk: int = 1) -> Iterator[None]:
+def as_decoded(chunk: int = 1, rule: Rule | None = None) -> Iterator[None]:
     """Selective layers without a cache keep to their budgets while the block runs.
 
     In this process, as if the text came ``chunk`` tokens at a time: ``model(ids)`` gives the logits
@@ -26,22 +40,23 @@ def as_decoded(chunk: int = 1) -> Iterator[None]:
 
     Args:
         chunk: tokens of a call, at least 1; keys beyond the budget leave after each.
+        rule: another rule by which keys leave, to compare with; tokens then come one at a time.
 
     Raises:
-        ValueError: if chunk is below 1.
+        ValueError: if chunk is below 1, or not 1 with another rule.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}.")
-    _chunks.append(chunk)
+    if chunk < 1 or (rule is not None and chunk > 1):
+        raise ValueError(f"chunk must be at least 1, and 1 with another rule, got {chunk}.")
+    _decodings.append(Decoding(chunk, rule or (lambda S, budget, logits: last_queries(S, budget))))
     try:
         yield
     finally:
-        _chunks.pop()
+        _decodings.pop()
 
 
-def current_chunk() -> int | None:
+def current_decoding() -> Decoding | None:
     """The innermost one, if there is one."""
-    return _chunks[-1] if _chunks else None
+    return _decodings[-1] if _decodings else None
 
 
 def decoded_attention(
@@ -51,7 +66,7 @@ def decoded_attention(
     *,
     scale: float,
     budget: int | None,
-    chunk: int = 1,
+    decoding: Decoding,
     gain: float | None = None,
 ) -> mx.array:
     """Selective attention of a whole text under a budget, as a cache gives it.
@@ -62,27 +77,32 @@ def decoded_attention(
         v: (B, Hkv, N, Dv).
         scale: multiplies the logits.
         budget: keys that stay, at least 2, or None for all.
-        chunk: tokens that come at a time.
+        decoding: how the text comes.
         gain: multiplies S.
 
     Returns:
-        (B, H, N, Dv) in q's dtype. Needs (B, N, N) float32 for the mask; where chunk is 1, S is
-        brought to the processor.
+        (B, H, N, Dv) in q's dtype. Needs (B, N, N) float32 for the mask; where tokens come one at
+        a time, S is brought to the processor.
     """
     N = q.shape[2]
     if budget is None or budget >= N:
         return selective_attention(q, k, v, scale=scale, gain=gain)
-    if chunk > 1:
-        options = {"keep": budget, "block_size": chunk}
+    if decoding.chunk > 1:
+        options = {"keep": budget, "block_size": decoding.chunk}
         return selective_attention(q, k, v, scale=scale, gain=gain, **options)
     z = head_logits(q[:, :1].astype(mx.float32) * scale, k[:, :1])[:, 0]
     at = mx.arange(N)
     S = mx.where((at[None] > 0) & (at[None] < at[:, None]), mx.maximum(z, 0), 0)
     S = S if gain is None else S * gain
-    last = mx.array(last_queries(np.array(S), budget))
-    seen = (at[None] <= at[:, None]) & (at[:, None] <= last[:, None])
-    mask = mx.where(seen, -mx.cumsum(S, axis=1, inclusive=False), -mx.inf)[:, None]
-    wide = (one.astype(mx.float32) for one in (q, k, v))  # F is too large for half precision
+    q32, k32, v32 = (one.astype(mx.float32) for one in (q, k, v))  # F is too large for halves
+    causal = mx.where(at <= at[:, None], -mx.cumsum(S, axis=1, inclusive=False), -mx.inf)[:, None]
+
+    def logits():
+        return np.array(head_logits(q32 * scale, k32) + causal)
+
+    last = mx.array(decoding.rule(np.array(S), budget, logits))[:, None, None]
+    mask = mx.where(at[:, None] <= last, causal, -mx.inf)
+    wide = (q32, k32, v32)
     return mx.fast.scaled_dot_product_attention(*wide, scale=scale, mask=mask).astype(q.dtype)
 
 

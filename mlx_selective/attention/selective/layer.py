@@ -7,7 +7,7 @@ import mlx.core as mx
 from ...cache.pruned import MIN_BUDGET, PrunedKVCache
 from ...errors import UserError
 from ..method import AttentionMethod, LayerCall
-from .as_decoded import current_chunk, decoded_attention
+from .as_decoded import current_decoding, decoded_attention
 from .definition import selective_attention, selective_step
 from .memory_loss import TrainingPass, current_pass
 
@@ -20,8 +20,8 @@ class SelectiveCall(LayerCall):
         training = current_pass()
         if cache is None and training is not None:
             return _train(training, gain, queries, keys, values, scale)
-        if cache is None and current_chunk() is not None:
-            own = {"budget": self.method.budget, "chunk": current_chunk(), "gain": gain}
+        if cache is None and (decoding := current_decoding()) is not None:
+            own = {"budget": self.method.budget, "decoding": decoding, "gain": gain}
             return decoded_attention(queries, keys, values, scale=scale, **own)
         if cache is None:
             return selective_attention(queries, keys, values, scale=scale, gain=gain)
