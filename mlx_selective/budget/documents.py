@@ -28,7 +28,7 @@ def read_documents(
         most: documents of each set.
 
     Returns:
-        Those to choose by and those to report on, (B, T + 1) int32 each for T tokens.
+        Those to choose by and those to report on, (B, N) int32 each, with N = tokens + 1.
 
     Raises:
         UserError: if the file is not there or damaged, or has fewer than two such documents.

@@ -21,7 +21,7 @@ def mean_loss(
 
     Args:
         model: a model with selective attention in all layers; keeps its own budgets.
-        documents: (B, T + 1) int32, without padding.
+        documents: (B, N) int32, without padding.
         budgets: keys that each layer keeps, one number or one a layer; None for all.
         chunk: tokens that come at a time; 1 is token by token.
         rule: another rule by which keys leave, to compare with.
