@@ -10,7 +10,8 @@ from ..generation.options import (
     add_sampling_arguments,
     sampler_from,
 )
-from .loop import HELP, Chat
+from .commands import HELP
+from .loop import Chat
 from .session import ChatSession
 
 
@@ -44,4 +45,9 @@ def run(args: argparse.Namespace) -> None:
     if not tokenizer.has_chat_template:
         print("(this model has no chat template; it continues plain text)", file=sys.stderr)
     context = getattr(model.args, "max_position_embeddings", None)
-    Chat(session, interactive=interactive, context=context).run()
+
+    def sampler(temperature: float):
+        args.temp, args.seed = temperature, None  # the random numbers go on
+        return sampler_from(args, model)
+
+    Chat(session, interactive=interactive, sampler=sampler, context=context).run()

@@ -25,12 +25,13 @@ class Conversation:
     Attributes:
         messages: what was said, as dicts of role and content; an interrupted answer counts as
             far as it came.
+        answer_ended: whether the model ended the last answer itself.
     """
 
     tokenizer: TokenizerWrapper
     system_prompt: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
-    _answer_ended: bool = True
+    answer_ended: bool = True
 
     def tokens_for(self, text: str) -> list[int]:
         """The tokens to feed for a user's message, given what the cache holds already.
@@ -50,7 +51,7 @@ class Conversation:
         end = self._find_end(tokens)
         # Before the end token there is nothing but what a tokenizer puts at the start of a
         # text; an answer that ended has the end token in the cache.
-        return tokens[end + 1 :] if self._answer_ended else tokens[end:]
+        return tokens[end + 1 :] if self.answer_ended else tokens[end:]
 
     def add_turn(self, text: str, answer: str, ended: bool) -> None:
         """Records a message and its answer.
@@ -60,7 +61,17 @@ class Conversation:
         """
         self.messages.append({"role": "user", "content": text})
         self.messages.append({"role": "assistant", "content": answer})
-        self._answer_ended = ended
+        self.answer_ended = ended
+
+    def take_back(self, messages: list[dict[str, str]], ended: bool) -> None:
+        """Returns to what was said before.
+
+        Args:
+            messages: as they were then.
+            ended: what ``answer_ended`` was then.
+        """
+        self.messages = list(messages)
+        self.answer_ended = ended
 
     def _system(self):
         if self.system_prompt is None:

@@ -5,15 +5,9 @@ from collections.abc import Callable
 
 from ..errors import UserError
 from ..output import safe_text
+from .commands import Commands
 from .interrupts import InterruptFlag
 from .session import ChatSession
-
-HELP = """\
-/reset   start over with an empty cache
-/stats   what the cache holds, and how fast the last answer was
-/exit    leave (also Ctrl-D)
-/help    this list
-Ctrl-C stops an answer; the conversation goes on."""
 
 
 class Chat:
@@ -23,18 +17,22 @@ class Chat:
         session: the conversation.
         interactive: a person types at a terminal; otherwise messages are lines of the input,
             answers go to the output, everything else to the error stream, and Ctrl-C leaves.
+        sampler: makes a sampler of a temperature.
         context: tokens the model was trained to read, or None if unknown.
     """
 
-    def __init__(self, session: ChatSession, *, interactive: bool, context: int | None = None):
+    def __init__(
+        self,
+        session: ChatSession,
+        *,
+        interactive: bool,
+        sampler: Callable[[float], Callable],
+        context: int | None = None,
+    ):
         self.session = session
         self.interactive = interactive
         self.context = context
-        self.commands: dict[str, Callable[[], None]] = {
-            "/reset": self._reset,
-            "/stats": self._stats,
-            "/help": lambda: self._tell(HELP),
-        }
+        self.commands = Commands(self, sampler)
 
     def run(self) -> None:
         """Until /exit or the end of the input."""
@@ -44,26 +42,27 @@ class Chat:
                 if text == "/exit":
                     break
                 if text.startswith("/"):
-                    self._command(text)
+                    self.commands.run(text)
                 elif text:
-                    self._answer(text)
+                    self.answer(text)
             except EOFError:
                 break
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                self._tell("\n(/exit or Ctrl-D leaves)")
+                self.tell("\n(/exit or Ctrl-D leaves)")
             except UserError as error:
                 if not self.interactive:
                     raise
-                self._tell(f"({error})")
+                self.tell(f"({error})")
         if self.interactive:
             print()
 
     def _read(self) -> str:
         return input(">> " if self.interactive else "").strip()
 
-    def _answer(self, text: str) -> None:
+    def answer(self, text: str) -> None:
+        """Prints the answer to a message, and its figures."""
         overflowed, response = self._overflows(), None
         with InterruptFlag() as interrupt:
             for response in self.session.answer(text, stop=lambda: interrupt.raised):
@@ -72,11 +71,11 @@ class Chat:
         if interrupt.raised:
             if not self.interactive:
                 raise KeyboardInterrupt
-            self._tell("(stopped)")
+            self.tell("(stopped)")
         if self.interactive and response is not None:
-            self._tell(self._figures())
+            self.tell(self._figures())
         if self._overflows() and not overflowed:
-            self._tell(
+            self.tell(
                 f"(the conversation is longer than the {self.context} tokens this model was "
                 "trained to read; /reset starts over)"
             )
@@ -92,28 +91,6 @@ class Chat:
             f"{held.bytes / 1e6:.2f} MB, full {held.full_bytes / 1e6:.2f} MB]"
         )
 
-    def _reset(self) -> None:
-        self.session.reset()
-        self._tell("(a new conversation)")
-
-    def _stats(self) -> None:
-        account, last = self.session.account(), self.session.last
-        attention = getattr(self.session.model, "attention", None)
-        self._tell(f"attention   {attention.kind if attention else 'as in mlx-lm'}")
-        self._tell(f"budget      {account.budget_text or 'none: every key is kept'}")
-        self._tell(f"cache       {account}")
-        if last is not None:
-            self._tell(f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s")
-            self._tell(
-                f"answer      {last.generation_tokens} tokens, {last.generation_tps:.1f} tok/s"
-            )
-            self._tell(f"peak memory {last.peak_memory:.3f} GB")
-
-    def _command(self, text: str) -> None:
-        if text in self.commands:
-            self.commands[text]()
-        else:
-            self._tell(f"{text.split()[0]} is not a command.\n{HELP}")
-
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Prints what the chat itself says, on the error stream where input is piped."""
         print(safe_text(text), file=sys.stdout if self.interactive else sys.stderr, flush=True)

@@ -2,13 +2,16 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..attention import AttentionMethod
 from ..cache import CacheAccount, account, make_prompt_cache
 from ..generation import PREFILL_STEP_SIZE, stream_generate
 from .conversation import Conversation
@@ -16,6 +19,27 @@ from .conversation import Conversation
 
 class _Cancelled(Exception):
     """Raised between two chunks of a prompt, where every layer has seen the same tokens."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What brings back the session of before a turn.
+
+    Args:
+        text: the user's message.
+        caches: of before, or None where the caches can be trimmed.
+        tokens: that the caches had read.
+        messages: of the conversation, and whether its last answer had ended.
+        ended: see above.
+        last: the response of the answer before.
+    """
+
+    text: str
+    caches: list[Any] | None
+    tokens: int
+    messages: list[dict[str, str]]
+    ended: bool
+    last: GenerationResponse | None
 
 
 class ChatSession:
@@ -56,6 +80,44 @@ class ChatSession:
         self.conversation = Conversation(self.tokenizer, self.system_prompt)
         self.prompt_cache: list[Any] = make_prompt_cache(self.model)
         self.last: GenerationResponse | None = None
+        self._turn: _Turn | None = None
+
+    def set_budget(self, attention: AttentionMethod) -> None:
+        """Holds the caches, and those of later conversations, to other budgets.
+
+        Keys beyond them leave after the next token; what has left does not come back.
+
+        Args:
+            attention: the model's attention under the budgets.
+
+        Raises:
+            UserError: if it does not fit the model.
+        """
+        self.model.exchange_attention(attention)
+        before = self._turn.caches if self._turn else None
+        for caches in (self.prompt_cache, *([before] if before else [])):
+            for cache, fresh in zip(caches, make_prompt_cache(self.model), strict=True):
+                cache.budget = fresh.budget
+
+    def undo(self) -> str | None:
+        """Takes back the last turn: the caches and the conversation are those of before it.
+
+        The turn before that cannot be taken back afterwards: a pruned cache cannot return what it
+        gave up, so that one copy of it is kept, not one for each turn.
+
+        Returns:
+            The message of the turn, or None if there is none to take back.
+        """
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return None
+        if turn.caches is None:
+            trim_prompt_cache(self.prompt_cache, self.account().tokens - turn.tokens)
+        else:
+            self.prompt_cache = turn.caches
+        self.conversation.take_back(turn.messages, turn.ended)
+        self.last = turn.last
+        return turn.text
 
     def account(self) -> CacheAccount:
         """What the caches hold now."""
@@ -77,6 +139,7 @@ class ChatSession:
         """
         tokens = self.conversation.tokens_for(text)
         before: list[Any] | None = copy.deepcopy(self.prompt_cache)
+        turn = self._turn_before(text, before)
 
         def check(*progress):
             if stop():
@@ -95,8 +158,8 @@ class ChatSession:
         )
         try:
             for response in responses:
-                # The message is read: from here on a copy would only hold memory.
-                before = None
+                # The message is read: the turn has happened.
+                before, self._turn = None, turn
                 said += response.text
                 ended = response.finish_reason == "stop"
                 self.last = response
@@ -113,3 +176,10 @@ class ChatSession:
                 self.conversation.add_turn(text, said, ended)
             else:
                 self.prompt_cache = before
+
+    def _turn_before(self, text: str, caches: list[Any]) -> _Turn:
+        # Caches that can be trimmed need no copy, which would only hold memory.
+        copied = None if can_trim_prompt_cache(self.prompt_cache) else caches
+        said = self.conversation
+        tokens = self.account().tokens
+        return _Turn(text, copied, tokens, list(said.messages), said.answer_ended, self.last)

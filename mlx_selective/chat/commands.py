@@ -1,0 +1,120 @@
+"""What a person can ask of the chat itself: lines that begin with a slash."""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..budget.flags import Memory, budgets_of, keys_or_memory
+from ..budget.measure import check_prunable
+from ..errors import UserError
+from ..generation.options import between
+
+if TYPE_CHECKING:
+    from .loop import Chat
+
+HELP = """\
+/retry         answer the last message again
+/undo          take the last message and its answer back
+/system TEXT   start over under this system prompt (without TEXT: none)
+/temp 0.7      the sampling temperature of the next answers
+/budget 64     keys a layer keeps from now on, or memory such as 2MB
+/stats         what the cache holds, and how fast the last answer was
+/reset         start over with an empty cache
+/help          this list
+/exit          leave (also Ctrl-D)
+Ctrl-C stops an answer; the conversation goes on."""
+
+
+class Commands:
+    """The commands of one chat.
+
+    Args:
+        chat: whose session they change, and which tells the answers.
+        sampler: makes a sampler of a temperature.
+    """
+
+    def __init__(self, chat: "Chat", sampler: Callable[[float], Callable]):
+        self._chat, self._sampler = chat, sampler
+        self._temperature: float | None = None
+        self._known: dict[str, Callable[[str], None]] = {
+            "/retry": self._retry,
+            "/undo": self._undo,
+            "/system": self._system,
+            "/temp": self._temp,
+            "/budget": self._budget,
+            "/stats": self._stats,
+            "/reset": self._reset,
+            "/help": lambda text: chat.tell(HELP),
+        }
+
+    def run(self, line: str) -> None:
+        """Does what a line asks for.
+
+        Raises:
+            UserError: if what follows the command is not what it takes.
+        """
+        name, _, text = line.partition(" ")
+        if name in self._known:
+            self._known[name](text.strip())
+        else:
+            self._chat.tell(f"{name} is not a command.\n{HELP}")
+
+    def _retry(self, text: str) -> None:
+        message = self._chat.session.undo()
+        if message is None:
+            raise UserError("there is no answer to try again.")
+        self._chat.answer(message)
+
+    def _undo(self, text: str) -> None:
+        if self._chat.session.undo() is None:
+            raise UserError("there is nothing to take back; only the last message can be.")
+        self._chat.tell("(the last message and its answer are taken back)")
+
+    def _system(self, text: str) -> None:
+        session = self._chat.session
+        session.system_prompt = text or None
+        session.reset()
+        self._chat.tell("(a new conversation" + (", under this system prompt)" if text else ")"))
+
+    def _temp(self, text: str) -> None:
+        value = _parsed("/temp", between(float, 0), text)
+        self._chat.session.sampler = self._sampler(value)
+        self._chat.tell(f"(temperature {value:g})")
+
+    def _budget(self, text: str) -> None:
+        session = self._chat.session
+        asked = _parsed("/budget", keys_or_memory, text)
+        attention = check_prunable(session.model)
+        budgets = budgets_of(asked, session.model) if isinstance(asked, Memory) else asked
+        session.set_budget(attention.with_budget(budgets))
+        self._chat.tell(f"({session.account().budget_text} keys a layer from the next token on)")
+
+    def _reset(self, text: str) -> None:
+        self._chat.session.reset()
+        self._chat.tell("(a new conversation)")
+
+    def _stats(self, text: str) -> None:
+        session, tell = self._chat.session, self._chat.tell
+        account, last = session.account(), session.last
+        attention = getattr(session.model, "attention", None)
+        tell(f"attention   {attention.kind if attention else 'as in mlx-lm'}")
+        tell(f"budget      {account.budget_text or 'none: every key is kept'}")
+        tell(f"cache       {account}")
+        if last is not None:
+            tell(f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s")
+            tell(f"answer      {last.generation_tokens} tokens, {last.generation_tps:.1f} tok/s")
+            tell(f"peak memory {last.peak_memory:.3f} GB")
+
+
+def _parsed(command: str, kind: Callable, text: str):
+    """What follows a command.
+
+    Raises:
+        UserError: if it is not of that kind.
+    """
+    try:
+        return kind(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{command} {error}.") from None
+    except ValueError:
+        raise UserError(f"{command} takes a number, got {text!r}.") from None
