@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import UserError
@@ -29,4 +29,5 @@ def whole_file(path: Path) -> Iterator[Path]:
     except (OSError, RuntimeError) as error:
         raise UserError(f"{path} cannot be written: {one_line(error)}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there, nor perhaps its folder
+            partial.unlink()

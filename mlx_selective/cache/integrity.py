@@ -1,11 +1,44 @@
-"""Whether a pruned cache that was read from a file is one that a model can have left behind."""
+"""Whether caches that were read from a file are such as a model can have left behind."""
 
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from .prompt import make_prompt_cache
 from .pruned import MIN_BUDGET, PrunedKVCache
+
+
+def fits_model(caches: list[Any], model: nn.Module) -> bool:
+    """Whether caches have the types and shapes of a model's, and have all read as many tokens.
+
+    Args:
+        caches: one a layer, perhaps from a file.
+        model: whose caches they would be.
+    """
+    fresh = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=fresh)  # computes nothing, but gives the shapes
+    offsets = {str(cache.offset) for cache in caches if hasattr(cache, "offset")}
+    return len(fresh) == len(caches) and len(offsets) < 2 and all(map(_fits, caches, fresh))
+
+
+def _fits(held: Any, fresh: Any) -> bool:
+    """Whether two caches are of one kind, with as many rows and heads of one size."""
+    if isinstance(held, QuantizedKVCache):
+        return isinstance(fresh, KVCache)
+    if isinstance(held, PrunedKVCache) and not is_whole(held):
+        return False
+    return type(held) is type(fresh) and _shapes(held) == _shapes(fresh)
+
+
+def _shapes(cache: Any) -> list[tuple[int, ...]]:
+    """The shapes of the keys and values (B, Hkv, tokens, D) of a cache, without the tokens."""
+    arrays = [leaf for _, leaf in tree_flatten(cache.state) if isinstance(leaf, mx.array)]
+    return [(*array.shape[:2], array.shape[3]) for array in arrays if array.ndim == 4]
 
 
 def is_whole(cache: PrunedKVCache) -> bool:

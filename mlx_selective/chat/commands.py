@@ -2,12 +2,14 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..budget.flags import Memory, budgets_of, keys_or_memory
 from ..budget.measure import check_prunable
 from ..errors import UserError
 from ..generation.options import between
+from .saved_session import last_session, load_session, save_session
 
 if TYPE_CHECKING:
     from .loop import Chat
@@ -19,6 +21,8 @@ HELP = """\
 /temp 0.7      the sampling temperature of the next answers
 /budget 64     keys a layer keeps from now on, or memory such as 2MB
 /stats         what the cache holds, and how fast the last answer was
+/save FILE     the conversation and its cache, in a file
+/load FILE     go on with a saved one (without FILE: the last one at a terminal)
 /reset         start over with an empty cache
 /help          this list
 /exit          leave (also Ctrl-D)
@@ -43,6 +47,8 @@ class Commands:
             "/temp": self._temp,
             "/budget": self._budget,
             "/stats": self._stats,
+            "/save": self._save,
+            "/load": self._load,
             "/reset": self._reset,
             "/help": lambda text: chat.tell(HELP),
         }
@@ -89,6 +95,17 @@ class Commands:
         session.set_budget(attention.with_budget(budgets))
         self._chat.tell(f"({session.account().budget_text} keys a layer from the next token on)")
 
+    def _save(self, text: str) -> None:
+        if not text:
+            raise UserError("/save takes the name of a file.")
+        self._chat.tell(f"(saved in {save_session(self._chat.session, _path(text))})")
+
+    def _load(self, text: str) -> None:
+        session = self._chat.session
+        load_session(session, _path(text) if text else last_session())
+        turns = len(session.conversation.messages) // 2
+        self._chat.tell(f"({turns} turn{'s' * (turns > 1)}, {session.account()})")
+
     def _reset(self, text: str) -> None:
         self._chat.session.reset()
         self._chat.tell("(a new conversation)")
@@ -104,6 +121,10 @@ class Commands:
             tell(f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s")
             tell(f"answer      {last.generation_tokens} tokens, {last.generation_tps:.1f} tok/s")
             tell(f"peak memory {last.peak_memory:.3f} GB")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 def _parsed(command: str, kind: Callable, text: str):

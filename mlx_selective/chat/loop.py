@@ -7,6 +7,7 @@ from ..errors import UserError
 from ..output import safe_text
 from .commands import Commands
 from .interrupts import InterruptFlag
+from .saved_session import last_session, save_session
 from .session import ChatSession
 
 
@@ -74,11 +75,19 @@ class Chat:
             self.tell("(stopped)")
         if self.interactive and response is not None:
             self.tell(self._figures())
+            self._keep()
         if self._overflows() and not overflowed:
             self.tell(
                 f"(the conversation is longer than the {self.context} tokens this model was "
                 "trained to read; /reset starts over)"
             )
+
+    def _keep(self) -> None:
+        """So that /load brings back a conversation whose terminal went away."""
+        try:
+            save_session(self.session, last_session())
+        except UserError as error:
+            self.tell(f"(not kept for /load: {error})")
 
     def _overflows(self) -> bool:
         return self.context is not None and self.session.account().tokens > self.context

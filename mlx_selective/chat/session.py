@@ -99,6 +99,26 @@ class ChatSession:
             for cache, fresh in zip(caches, make_prompt_cache(self.model), strict=True):
                 cache.budget = fresh.budget
 
+    def take_up(
+        self,
+        caches: list[Any],
+        messages: list[dict[str, str]],
+        ended: bool,
+        system_prompt: str | None,
+    ) -> None:
+        """Goes on with a conversation from elsewhere.
+
+        Args:
+            caches: one a layer, that have read it.
+            messages: what was said.
+            ended: whether the model ended the last answer itself.
+            system_prompt: that it began with.
+        """
+        self.system_prompt = system_prompt
+        self.reset()
+        self.conversation.take_back(messages, ended)
+        self.prompt_cache = caches
+
     def undo(self) -> str | None:
         """Takes back the last turn: the caches and the conversation are those of before it.
 

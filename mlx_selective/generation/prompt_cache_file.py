@@ -3,16 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, load_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..cache import PrunedKVCache, make_prompt_cache
-from ..cache.integrity import is_whole
+from ..cache.integrity import fits_model
 from ..errors import UserError
 from ..files import check_safetensors
 from .chat_template import render_chat
@@ -69,29 +65,10 @@ class PromptCacheFile:
         Raises:
             UserError: if it has changed since.
         """
-        fresh = make_prompt_cache(model)
-        model(mx.zeros((1, 1), mx.int32), cache=fresh)  # computes nothing, but gives the shapes
-        offsets = {str(cache.offset) for cache in self.caches if hasattr(cache, "offset")}
-        fits = len(fresh) == len(self.caches) and all(map(_fits, self.caches, fresh))
-        if not fits or len(offsets) > 1:
+        if not fits_model(self.caches, model):
             raise UserError(
                 f"{self.path} does not fit the model {self.model}; save it again with cache_prompt."
             )
-
-
-def _fits(held: Any, fresh: Any) -> bool:
-    """Whether two caches are of one kind, with as many rows and heads of one size."""
-    if isinstance(held, QuantizedKVCache):
-        return isinstance(fresh, KVCache)
-    if isinstance(held, PrunedKVCache) and not is_whole(held):
-        return False
-    return type(held) is type(fresh) and _shapes(held) == _shapes(fresh)
-
-
-def _shapes(cache: Any) -> list[tuple[int, ...]]:
-    """The shapes of the keys and values (B, Hkv, tokens, D) of a cache, without the tokens."""
-    arrays = [leaf for _, leaf in tree_flatten(cache.state) if isinstance(leaf, mx.array)]
-    return [(*array.shape[:2], array.shape[3]) for array in arrays if array.ndim == 4]
 
 
 def continued_prompt(tokenizer: TokenizerWrapper, text: str, *, raw: bool = False) -> list[int]:
