@@ -10,7 +10,7 @@ from ..generation.options import (
     add_sampling_arguments,
     sampler_from,
 )
-from .commands import HELP
+from .commands import HINT
 from .loop import Chat
 from .session import ChatSession
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         budget = session.account().budget_text
         name = "built-in model" if args.model == str(BUILTIN_MODEL) else args.model
         print(f"{name}: {kind}, " + (f"{budget} keys a layer" if budget else "full cache"))
-        print(HELP)
+        print(HINT)
     if not tokenizer.has_chat_template:
         print("(this model has no chat template; it continues plain text)", file=sys.stderr)
     context = getattr(model.args, "max_position_embeddings", None)

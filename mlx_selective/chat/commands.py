@@ -28,6 +28,11 @@ HELP = """\
 /exit          leave (also Ctrl-D)
 Ctrl-C stops an answer; the conversation goes on."""
 
+#: what a person sees at the start
+HINT = """\
+/retry /undo /system /temp /budget /stats /save /load /reset /exit: /help explains.
+Ctrl-C stops an answer, Ctrl-D leaves."""
+
 
 class Commands:
     """The commands of one chat.
