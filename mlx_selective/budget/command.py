@@ -151,8 +151,16 @@ def _store(folder: Path, target: Path, steps: list[Step], about: dict[str, Any])
     if target != folder:
         shutil.copytree(folder, target)
     path = write_curve(target, steps, about)
-    points = [(row["kept"], row["perplexity"]) for row in about["report"][2:]]
-    picture = draw_curve(target, steps, about["tokens"], {"one budget for all": points})
+    tokens = about["tokens"]
+    lines = {
+        "budgets of each layer, while choosing": [
+            (share_of_keys(step.budgets, tokens), math.exp(step.loss)) for step in steps
+        ]
+    }
+    full, *others = [(row["kept"], row["perplexity"]) for row in about["report"]]
+    for row, point in zip(about["report"][1:], others, strict=True):
+        lines[f"{row['way']}, on other documents"] = [full, point]
+    picture = draw_curve(target, lines, tokens)
     config = read_json(target / "config.json")
     config["attention"] = config["attention"] | {"budget": steps[-1].budgets}
     with whole_file(target / "config.json") as file:

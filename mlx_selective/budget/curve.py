@@ -71,14 +71,15 @@ def budgets_within(folder: Path, max_loss: float) -> list[int]:
         raise UserError(f"{file} is not what mlx-selective budget wrote; make it anew.") from None
 
 
-def draw_curve(folder: Path, steps: list[Step], tokens: int, others: dict[str, Any]) -> Path | None:
-    """Draws perplexity over the share of keys as ``budgets.png``.
+def draw_curve(
+    folder: Path, lines: dict[str, list[tuple[float, float]]], tokens: int
+) -> Path | None:
+    """Draws how perplexity rises where fewer keys are kept, as ``budgets.png``.
 
     Args:
         folder: of the model.
-        steps: of the allocation.
+        lines: label -> points (share of keys, perplexity), of which the first keeps all.
         tokens: of a document.
-        others: label -> points (share of keys, perplexity) of other ways.
 
     Returns:
         The picture, or None where matplotlib is not installed.
@@ -86,19 +87,22 @@ def draw_curve(folder: Path, steps: list[Step], tokens: int, others: dict[str, A
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter
     except ImportError:
         return None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    own = [(share_of_keys(step.budgets, tokens), math.exp(step.loss)) for step in steps]
-    for label, points in {"budgets of each layer": own, **others}.items():
+    for label, points in lines.items():
         shares, perplexities = zip(*points, strict=True)
-        style = {"marker": "o", "ms": 3} if len(points) < 30 else {}
-        axes.plot([100 * share for share in shares], perplexities, label=label, **style)
+        rises = [100 * (perplexity / perplexities[0] - 1) for perplexity in perplexities]
+        style = {"marker": "o", "ls": ""} if len(points) < 3 else {}
+        axes.plot([100 * share for share in shares], rises, label=label, **style)
     axes.set_xscale("log")
+    for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        axis(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel(f"keys kept of {tokens} (%)")
-    axes.set_ylabel("perplexity")
+    axes.set_ylabel("perplexity above that of all keys (%)")
     axes.legend()
     figure.savefig(folder / PICTURE, dpi=120)
     return folder / PICTURE

@@ -1,6 +1,5 @@
 """Conversations in files: what was said, and the caches that have read it."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -8,14 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from ..cache import make_prompt_cache
 from ..cache.integrity import fits_model
 from ..errors import UserError
 from ..files import check_safetensors
+from ..fingerprint import fingerprint
 from ..writing import whole_file
 from .session import ChatSession
 
@@ -117,17 +115,3 @@ def _are_messages(messages: Any, ended: Any, system_prompt: Any) -> bool:
         and len(messages) % 2 == 0
         and all(one["role"] == ("user", "assistant")[n % 2] for n, one in enumerate(messages))
     )
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Tells models apart: a hash of names, types, shapes and first numbers of their parameters."""
-    found = hashlib.sha256()
-    for name, value in sorted(tree_flatten(model.parameters())):
-        found.update(f"{name} {value.dtype} {value.shape} ".encode())
-        first = mx.flatten(value)[:64]
-        found.update(np.array(first.astype(mx.uint32 if _whole(first) else mx.float32)).tobytes())
-    return found.hexdigest()
-
-
-def _whole(array: mx.array) -> bool:
-    return mx.issubdtype(array.dtype, mx.integer)

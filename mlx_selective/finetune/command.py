@@ -13,8 +13,10 @@ from mlx.utils import tree_flatten
 from ..builtin import BUILTIN_MODEL
 from ..errors import UserError
 from ..files import check_safetensors
+from ..fingerprint import fingerprint
 from ..stock_tools.exchange import exchanged
 from ..stock_tools.training import train as with_checked_data
+from .examples import Examples
 from .objective import GAIN, KEEP, linear
 from .own_parameters import share_of_own, unfreeze_own
 from .settings import buffer_of, check, settings_of
@@ -35,19 +37,21 @@ def finetune(lora: Any) -> None:
         KeyboardInterrupt: after Ctrl-C, with what is done saved.
     """
     run = lora.run
+    defaults = lora.CONFIG_DEFAULTS | {"model": str(BUILTIN_MODEL), "num_layers": None}
 
     def run_with_ours(args, *more):
-        check(args)
+        check(args, {action.dest for action in lora.build_parser()._actions} | set(defaults))
         with exchanged(lora, **_parts(lora, args)):
             run(args, *more)
 
-    defaults = lora.CONFIG_DEFAULTS | {"num_layers": None}
     with exchanged(lora, run=run_with_ours, CONFIG_DEFAULTS=defaults):
         try:
             with_checked_data(lora)
         except Stopped as stop:
             if stop.iteration:
                 print(f"Stopped after iteration {stop.iteration}; to go on:\n  {_again()}")
+            else:
+                print("Stopped before an iteration was done; nothing is saved.")
             raise KeyboardInterrupt from None
 
 
@@ -67,6 +71,8 @@ def _parts(lora: Any, args: SimpleNamespace) -> dict[str, Any]:
     def train_layers(model, num_layers, settings, use_dora=False):
         if kind != "temperatures":
             to_lora(model, num_layers, settings, use_dora=use_dora)
+            if not tree_flatten(model.trainable_parameters()):
+                raise UserError(f"lora_parameters: keys {settings['keys']} name no layer.")
         count = unfreeze_own(model, num_layers)
         if count:
             print(f"The method's own parameters: {share_of_own(model):.3%} of all")
@@ -87,18 +93,22 @@ def _parts(lora: Any, args: SimpleNamespace) -> dict[str, Any]:
     def train(model, args: Any, **options):
         own = SimpleNamespace(**vars(own_args) | {"fine_tune_type": kind})
         for part in ("train", "val"):
+            options[f"{part}_dataset"].told_as = _file_of(own, part)
             _check_examples(own, part, options[f"{part}_dataset"])
-        settings = settings_of(own, len(options["train_dataset"]))
+        settings = settings_of(
+            own, len(options["train_dataset"]), fingerprint(model, trained=False)
+        )
         config = {**written, "attention_kind": _kind(model)}
         Run(own, _schedules(own), settings, config).train(model, args=args, **options)
 
     def evaluate(args, model, test_set):
-        _check_examples(args, "test", lora.CacheDataset(test_set))
+        _check_examples(args, "test", Examples(test_set, _file_of(args, "test")))
         evaluate_model(args, model, test_set)
 
     own_args = args
     return {
         **_header(lora, kind),
+        "CacheDataset": Examples,
         "load": load,
         "linear_to_lora_layers": train_layers,
         "train_model": train_own_model,
@@ -169,13 +179,17 @@ def _check_weights(file: Path, model: nn.Module) -> None:
             raise UserError(f"{file}: {name} has shape {value.shape}, here {own[name].shape}.")
 
 
+def _file_of(args: SimpleNamespace, part: str) -> Path:
+    return Path(args.data) / f"{'valid' if part == 'val' else part}.jsonl"
+
+
 def _check_examples(args: SimpleNamespace, part: str, dataset: Any) -> None:
     """Refuses too few examples, and those of which nothing is left: their loss is no number.
 
     Raises:
         UserError: naming the file, and the line of the first one.
     """
-    file = Path(args.data) / f"{'valid' if part == 'val' else part}.jsonl"
+    file = _file_of(args, part)
     if 0 < len(dataset) < args.batch_size:
         raise UserError(
             f"{file} holds {len(dataset)} examples, fewer than --batch-size {args.batch_size}."
@@ -203,6 +217,4 @@ def _schedules(args: SimpleNamespace) -> dict[str, Any]:
 def _again() -> str:
     """The command that goes on."""
     flags = [flag for flag in sys.argv[1:] if flag != "--resume"]
-    if flags[:2] == ["--model", str(BUILTIN_MODEL)]:
-        del flags[:2]
     return shlex.join([*sys.argv[0].split(), *flags, "--resume"])

@@ -1,6 +1,7 @@
 """What a person sees of a training: its lines, when it will end, and its curve."""
 
 import json
+import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import UserError
+from ..files import one_line
 from .objective import GAIN, KEEP, NEEDED, UNREPORTED, hold
 
 CURVE = "losses.jsonl"
-_WRITTEN: list[dict] = []
 
 
 class Progress:
@@ -30,13 +32,14 @@ class Progress:
         self._other = other
         self._model, self._last = model, last
         self._file = folder / CURVE
+        # kept here until the first weights are saved: what another training left stays so long;
         # what was validated after the last iteration that is done is about to be again
-        self._before = [
+        self._points = [
             point
             for point in (read_curve(folder) if done else [])
             if point["iteration"] < done + ("train_loss" in point)
         ]
-        self._begin, self._done = time.monotonic(), done
+        self._begin, self._done, self._saved = time.monotonic(), done, False
 
     def on_train_loss_report(self, report: dict[str, Any]) -> None:
         """One line of training: the loss, what layers still need, speed, memory, the end."""
@@ -44,6 +47,11 @@ class Progress:
         total, count = mx.distributed.all_sum(self._model[UNREPORTED], stream=mx.cpu).tolist()
         hold(self._model, **{UNREPORTED: [0.0, 0.0]})
         report = report | {"train_loss": total / count}
+        if not math.isfinite(report["train_loss"]):
+            raise UserError(
+                f"after iteration {report['iteration']} the loss is no number; nothing more is "
+                "saved. Lower --learning-rate, or look at what else the settings multiply."
+            )
         iteration, point = report["iteration"], {"train_loss": report["train_loss"]}
         parts = [f"Train loss {report['train_loss']:.3f}"]
         if NEEDED in self._model:
@@ -82,11 +90,22 @@ class Progress:
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
     def _keep(self, point: dict[str, Any]) -> None:
-        """The first point of a start takes away what another training left."""
-        points, mode = [*self._before, point], "a" if self._before is _WRITTEN else "w"
-        self._before = _WRITTEN
-        with self._file.open(mode, encoding="utf-8") as file:
-            file.writelines(json.dumps(one) + "\n" for one in points)
+        self._points.append(point)
+        if self._saved:
+            self.save()
+
+    def save(self) -> None:
+        """Writes the points so far, and from now on each as it comes.
+
+        Raises:
+            UserError: if they cannot be written.
+        """
+        try:
+            with self._file.open("a" if self._saved else "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(one) + "\n" for one in self._points)
+        except OSError as error:
+            raise UserError(f"{self._file} cannot be written: {one_line(error)}") from None
+        self._points, self._saved = [], True
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:

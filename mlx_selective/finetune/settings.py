@@ -1,13 +1,19 @@
 """The settings of ``mlx-selective finetune``: our flags beside mlx-lm's, checked when merged."""
 
 import argparse
+import os
+from difflib import get_close_matches
+from hashlib import sha256
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ..errors import UserError
-from .adapters import FINE_TUNE_TYPES
+from .adapters import CONFIG, FINE_TUNE_TYPES, WEIGHTS
+from .parts import check_parts
+from .progress import CURVE
+from .state import FILE
 
 #: flags of our own, whose defaults are filled in after those of mlx-lm's -c file
 DEFAULTS = {
@@ -24,6 +30,10 @@ _LEAST = {
     **{"val_batches": 1, "test_batches": 1, "num_layers": 1},
 }
 _ALL = ("val_batches", "test_batches", "num_layers")
+#: what mlx-lm reads of a -c file beside its flags
+_OF_DATASETS = {"hf_dataset"} | {
+    f"{part}_feature" for part in ("prompt", "completion", "chat", "text", "system")
+}
 #: seeds that leave room for one of each epoch
 _LARGEST_SEED = 2**31
 #: settings that a stopped training must be resumed with
@@ -66,15 +76,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check(args: SimpleNamespace) -> None:
+def check(args: SimpleNamespace, known: set[str]) -> None:
     """Fills in our defaults, and refuses what cannot be, from flags and a -c file alike.
+
+    Args:
+        args: the settings, in which paths are then absolute where they began with ~.
+        known: names of mlx-lm's settings.
 
     Raises:
         UserError: naming the setting.
     """
+    known = known | DEFAULTS.keys() | _OF_DATASETS
     for name in vars(args):
-        if "-" in name:
-            raise UserError(f"--config: {name} must be written {name.replace('-', '_')}.")
+        if name not in known:
+            near = get_close_matches(str(name).replace("-", "_"), known, 1)
+            hint = f" (perhaps {near[0]})" if near else ""
+            raise UserError(f"--config: {name} is no setting{hint}.")
+    _check_paths(args)
     for name, value in DEFAULTS.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -88,9 +106,7 @@ def check(args: SimpleNamespace) -> None:
     for name in ("retrofit", "resume", "train", "test", "mask_prompt", "grad_checkpoint"):
         if not isinstance(getattr(args, name), bool):
             raise UserError(f"{_flag(name)} must be true or false, got {getattr(args, name)!r}.")
-    for name in ("lora_parameters", "optimizer_config"):
-        if not isinstance(getattr(args, name), dict):
-            raise UserError(f"{name} must hold lines of the form name: value.")
+    check_parts(args)
     if args.fine_tune_type not in FINE_TUNE_TYPES:
         raise UserError(
             f"--fine-tune-type must be one of {', '.join(FINE_TUNE_TYPES)}, "
@@ -128,6 +144,34 @@ def _check_training(args: SimpleNamespace) -> None:
         args.resume_adapter_file = None
 
 
+def _check_paths(args: SimpleNamespace) -> None:
+    """Of files and folders, before a model is opened: texts, and where there can be some."""
+    for name in ("model", "data", "adapter_path", "resume_adapter_file"):
+        value = getattr(args, name)
+        if value is None and name == "resume_adapter_file":
+            continue
+        if not isinstance(value, str):
+            raise UserError(f"{_flag(name)} must be text, got {value!r}.")
+        if value.startswith("~"):
+            setattr(args, name, os.path.expanduser(value))
+    if args.resume_adapter_file is not None and not os.path.isfile(args.resume_adapter_file):
+        raise UserError(f"--resume-adapter-file {args.resume_adapter_file}: no such file.")
+    if args.train:
+        _check_folder(Path(args.adapter_path))
+
+
+def _check_folder(folder: Path) -> None:
+    """Whether an adapter can be written to a folder, which need not be there yet."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"--adapter-path {folder}: {there} is a file; give a folder.")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"--adapter-path {folder}: {there} cannot be written to.")
+    for name in (WEIGHTS, CONFIG, FILE, CURVE):
+        if (folder / name).is_dir():
+            raise UserError(f"--adapter-path {folder}: {name} is a folder there; take it away.")
+
+
 def _check_number(name: str, value: Any, least: int) -> None:
     if value is None or (value == -1 and name in _ALL):
         return
@@ -157,12 +201,22 @@ def buffer_of(args: SimpleNamespace) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def settings_of(args: SimpleNamespace, examples: int) -> dict[str, Any]:
-    """What has to be the same for a training to go on, of which ``examples`` of data is a part."""
+def settings_of(args: SimpleNamespace, examples: int, parameters: str) -> dict[str, Any]:
+    """What has to be the same for a training to go on.
+
+    Args:
+        args: the settings.
+        examples: how many there are to train with.
+        parameters: the fingerprint of what is not trained of the model.
+    """
     own = {name: getattr(args, name, None) for name in _SAME}
     if args.shrink_buffer is not None:
         own["iters"] = args.iters
     for name in ("model", "data"):
         path = Path(str(getattr(args, name))).expanduser()
         own[name] = str(path.resolve()) if path.exists() else str(path)
-    return own | {"number of examples": examples}
+    own |= {"number of examples": examples, "the model's parameters": parameters[:16]}
+    file = Path(args.data) / "train.jsonl"
+    if file.is_file():
+        own["the content of train.jsonl"] = sha256(file.read_bytes()).hexdigest()[:16]
+    return own

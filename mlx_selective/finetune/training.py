@@ -16,13 +16,14 @@ from mlx_lm.tuner import trainer
 
 from ..attention.selective.memory_loss import TrainingPass, training_pass
 from ..errors import UserError
+from ..files import one_line
 from ..stock_tools.exchange import exchanged
 from . import adapters
 from .objective import GAIN, KEEP, NEEDED, UNREPORTED, Objective, hold, let_go
 from .picture import draw
 from .progress import CURVE, Progress, Silent
 from .settings import buffer_of
-from .state import load_state, save_state
+from .state import FILE, load_state, save_state
 
 
 class Stopped(Exception):
@@ -84,6 +85,7 @@ class Run:
             try:
                 self._prepare(args.iters)
                 progress = Progress(model, self._folder, args.iters, self._done, training_callback)
+                self._progress = progress
                 with exchanged(trainer, **self._exchanges()):
                     trainer.train(
                         model=model,
@@ -97,11 +99,15 @@ class Run:
                     )
                 self._write_adapter(args.iters)
                 self._save(args.iters)
+                self._leave_no_other_state()
                 self._show()
-            except RuntimeError:
+            except (OSError, RuntimeError) as error:
                 # Ctrl-C reaches the compiler too, where MLX has just called one
                 if self._wants_to_stop:
                     raise Stopped(self._saved) from None
+                if isinstance(error, OSError) or str(error).startswith("[write]"):
+                    why = getattr(error, "strerror", None) or one_line(error)
+                    raise UserError(f"{self._folder} cannot be written: {why}") from None
                 raise
             finally:
                 Path(args.adapter_file).unlink(missing_ok=True)
@@ -111,6 +117,11 @@ class Run:
         """Queries after which keys are dropped: small beside the fewest that stay."""
         fewest = buffer_of(self._args)[1] if KEEP in self._schedules else 128
         return max(1, min(32, fewest // 4))
+
+    def _leave_no_other_state(self) -> None:
+        """A state of another training would go on in place of this one."""
+        if not self._saved:
+            (self._folder / FILE).unlink(missing_ok=True)
 
     def _show(self) -> None:
         """Where the curve is."""
@@ -125,7 +136,9 @@ class Run:
             self._done = load_state(self._folder, self._model, self._optimizer, self._settings)
             self._saved = self._done
             if self._done >= last:
-                raise UserError(f"--resume: {self._done} of --iters {last} are done already.")
+                raise UserError(
+                    f"--resume: {self._done} of --iters {last} are done already; give more."
+                )
         self._follow_schedules(self._done + 1)
         layers = len(_selective_methods(self._model))
         if layers:
@@ -164,7 +177,12 @@ class Run:
                 self._save(before, numbered=True)
             self._stop_if_wanted(before)
             self._follow_schedules(iteration)
-            yield next(batches)
+            try:
+                batch = next(batches)
+            except UserError:  # an example that is none
+                self._save(before)
+                raise
+            yield batch
 
     def _from_place(self, make, dataset, batch_size, max_seq_length, options) -> Iterator[Any]:
         """Epoch after epoch, each in an order of its own that the seed tells."""
@@ -198,6 +216,7 @@ class Run:
             if gain < 1 or _gain_of(self._model) != 1:
                 config["attention_gain"] = gain
         adapters.save_config(config, self._folder / adapters.CONFIG)
+        self._progress.save()
 
     def _stop_if_wanted(self, iteration: int) -> None:
         if self._wants_to_stop and iteration % self._args.grad_accumulation_steps == 0:

@@ -33,7 +33,7 @@ from .server import serve
 from .training import train
 
 #: Tools that open the built-in model where no --model is given.
-_BUILTIN_BY_DEFAULT = ("server", "benchmark", "cache_prompt", "finetune")
+_BUILTIN_BY_DEFAULT = ("server", "benchmark", "cache_prompt")  # finetune: a -c file goes before it
 #: mlx-lm's modules behind commands of another name
 _MODULES = {"finetune": "lora"}
 _TRUST = "--trust-remote-code"

@@ -20,8 +20,13 @@ def fuse(tool: Any, opened: dict[str, Any]) -> None:
     def measured(fused):
         lost = share_lost(dict(opened["model"].named_modules()), dict(fused))
         if lost is not None:
+            much = (
+                f"{lost:.0%} of the change that was trained is lost"
+                if lost < 1
+                else (f"rounding takes {lost:.0f} times what was trained")
+            )
             print(
-                f"Fused into quantised weights, {lost:.0%} of the change that was trained is lost "
+                f"Fused into quantised weights, {much} "
                 "(root mean square of the rounding over that of the change)"
                 + ("; --dequantize keeps it." if lost > 0.05 else ".")
             )

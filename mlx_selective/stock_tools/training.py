@@ -30,6 +30,9 @@ def train(lora: Any) -> None:
         settings = load_yaml(file, loader)
         if not isinstance(settings, dict):
             raise UserError(f"--config {file.name} must hold lines of the form name: value.")
+        for name in settings:
+            if not isinstance(name, str):
+                raise UserError(f"--config {file.name}: {name!r} is no setting.")
         return settings
 
     parts = {"load_adapters": open_adapters, "yaml": SimpleNamespace(load=load_settings)}
@@ -56,6 +59,8 @@ def check_data(args: Any) -> None:
             raise UserError(
                 f"--data {folder}: no such folder (for a dataset of the Hub: pip install datasets)."
             ) from None
+    if folder.is_dir() and getattr(args, "train", False) and not (folder / "train.jsonl").is_file():
+        raise UserError(f"--data {folder} holds no file train.jsonl.")
     for file in (folder / f"{part}.jsonl" for part in ("train", "valid", "test")):
         if file.is_file():
             read_examples(file, args)
@@ -86,14 +91,21 @@ def read_examples(file: Path, args: Any = None) -> list[dict[str, Any]]:
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
+                if line.startswith("\ufeff"):
+                    raise UserError(f"{file} begins with a byte order mark; save it without one.")
+                if not line.strip():
+                    raise UserError(f"{file}, line {number} is empty; take it away.")
                 example = json.loads(line)
                 if not isinstance(example, dict):
                     raise UserError(f"{file}, line {number}: not a JSON object.")
                 if number == 1:
                     parts = next((kind for kind in kinds if kind.keys() <= example.keys()), {})
+                    if not parts:
+                        forms = "; ".join(" and ".join(kind) for kind in kinds)
+                        raise UserError(f"{file}, line 1: none of the forms it may have: {forms}.")
                 for part, kind in parts.items():
                     if not _is_whole(example.get(part), kind):
-                        what = "text" if kind is str else "a list of objects"
+                        what = "text" if kind is str else "a list of objects with role and content"
                         raise UserError(f"{file}, line {number}: {part!r} must be {what}.")
                 examples.append(example)
     except UserError:
@@ -109,4 +121,11 @@ def _is_whole(value: Any, kind: type) -> bool:
     """Whether it is text, or messages, and not empty."""
     if not isinstance(value, kind) or not value:
         return False
-    return kind is str or all(isinstance(message, dict) for message in value)
+    return kind is str or all(map(_is_message, value))
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it says who says something, and what; calls of tools may take its place."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), (str, list)) or bool(message.get("tool_calls"))

@@ -117,7 +117,11 @@ def test_ctrl_c_stores_what_was_found(budget, monkeypatch):
         (".", [], "holds neither valid.jsonl nor test.jsonl"),
         ("text.jsonl", ["--tokens", 300], "0 of 6 documents have more than 300 tokens"),
         ("bad.jsonl", [], "bad.jsonl, line 1: not JSON"),
-        ("other.jsonl", [], "other.jsonl: Unsupported data format"),
+        (
+            "other.jsonl",
+            [],
+            "other.jsonl, line 1: none of the forms it may have: prompt and completion;",
+        ),
         ("chat.jsonl", [], "chat.jsonl: "),
     ],
 )

@@ -212,7 +212,7 @@ def test_an_adapters_config_that_says_nothing(finetune, models, content):
     [
         ("shrink_buffer: 512:32", 'in a file "512:128"'),
         ("retrofit: 'no'", "--retrofit must be true or false, got 'no'"),
-        ("memory-loss: 5", "memory-loss must be written memory_loss"),
+        ("memory-loss: 5", "memory-loss is no setting (perhaps memory_loss)"),
         ("memory_loss: much", "--memory-loss must be a number"),
         ("retrofit_iters: 2.5", "--retrofit-iters must be a whole number, at least 1, got 2.5"),
         ("save_every: 0", "--save-every must be a whole number, at least 1, got 0"),

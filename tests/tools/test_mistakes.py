@@ -119,7 +119,7 @@ def test_code_of_another_folder_is_run_where_the_user_trusts_it(folder):
         (["lora", "--model", "model", "--data", "data"], "at least one of --train or --test"),
         ([*TRAIN, "--data", "nowhere"], "--data nowhere: no such folder"),
         ([*TRAIN, "--data", "data/train.jsonl"], "data/train.jsonl is a file; give the folder"),
-        ([*TRAIN, "--data", "model"], "Training set not found or empty"),
+        ([*TRAIN, "--data", "model"], "--data model holds no file train.jsonl"),
         ([*TRAIN, "--num-layers", "16"], "train 16 layers but the model only has 2"),
         ([*TRAIN, "--batch-size", "7"], "batch_size=7 examples but only has 6"),
         ([*TRAIN, "--iters", "0"], "--iters must be at least 1, got 0"),
