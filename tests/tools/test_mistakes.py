@@ -156,13 +156,13 @@ def test_flags_that_cannot_be(refused, arguments, words):
     [
         ("", "train.jsonl holds no examples"),
         ('{"text": "a"}\nhello\n', "train.jsonl, line 2: not JSON"),
-        ('{"text": "a"}\n\n', "train.jsonl, line 2: not JSON"),
+        ('{"text": "a"}\n\n', "train.jsonl, line 2 is empty; take it away"),
         ('{"text": "a"}\n["a"]\n', "train.jsonl, line 2: not a JSON object"),
         ('{"text": "a"}\n{"test": "a"}\n', "train.jsonl, line 2: 'text' must be text"),
         ('{"text": 5}\n', "train.jsonl, line 1: 'text' must be text"),
         ('{"prompt": "a", "completion": ""}\n', "line 1: 'completion' must be text"),
         ('{"messages": [1]}\n', "line 1: 'messages' must be a list of objects"),
-        ('{"other": "a"}\n', "Unsupported data format"),
+        ('{"other": "a"}\n', "train.jsonl, line 1: none of the forms it may have"),
     ],
 )
 def test_data_that_is_damaged(refused, folder, lines, words):
