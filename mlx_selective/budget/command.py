@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..builtin import BUILTIN_MODEL
-from ..chat.interrupts import InterruptFlag
 from ..errors import UserError
 from ..files import is_folder, read_json
 from ..generation.options import between, positive
+from ..interrupts import InterruptFlag
 from ..loading import load, model_folder
 from ..writing import whole_file
 from .allocation import Step, allocate

@@ -3,16 +3,13 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..budget.flags import Memory, budgets_of, keys_or_memory
 from ..budget.measure import check_prunable
 from ..errors import UserError
 from ..generation.options import between
 from .saved_session import last_session, load_session, save_session
-
-if TYPE_CHECKING:
-    from .loop import Chat
+from .session import ChatSession
 
 HELP = """\
 /retry         answer the last message again
@@ -38,13 +35,22 @@ class Commands:
     """The commands of one chat.
 
     Args:
-        chat: whose session they change, and which tells the answers.
+        session: what they change.
         sampler: makes a sampler of a temperature.
+        tell: prints what the chat says.
+        answer: prints the answer to a message.
     """
 
-    def __init__(self, chat: "Chat", sampler: Callable[[float], Callable]):
-        self._chat, self._sampler = chat, sampler
-        self._temperature: float | None = None
+    def __init__(
+        self,
+        session: ChatSession,
+        sampler: Callable[[float], Callable],
+        *,
+        tell: Callable[[str], None],
+        answer: Callable[[str], None],
+    ):
+        self._session, self._sampler = session, sampler
+        self._tell, self._answer = tell, answer
         self._known: dict[str, Callable[[str], None]] = {
             "/retry": self._retry,
             "/undo": self._undo,
@@ -55,7 +61,7 @@ class Commands:
             "/save": self._save,
             "/load": self._load,
             "/reset": self._reset,
-            "/help": lambda text: chat.tell(HELP),
+            "/help": lambda text: tell(HELP),
         }
 
     def run(self, line: str) -> None:
@@ -68,55 +74,55 @@ class Commands:
         if name in self._known:
             self._known[name](text.strip())
         else:
-            self._chat.tell(f"{name} is not a command.\n{HELP}")
+            self._tell(f"{name} is not a command.\n{HELP}")
 
     def _retry(self, text: str) -> None:
-        message = self._chat.session.undo()
+        message = self._session.undo()
         if message is None:
             raise UserError("there is no answer to try again.")
-        self._chat.answer(message)
+        self._answer(message)
 
     def _undo(self, text: str) -> None:
-        if self._chat.session.undo() is None:
+        if self._session.undo() is None:
             raise UserError("there is nothing to take back; only the last message can be.")
-        self._chat.tell("(the last message and its answer are taken back)")
+        self._tell("(the last message and its answer are taken back)")
 
     def _system(self, text: str) -> None:
-        session = self._chat.session
+        session = self._session
         session.system_prompt = text or None
         session.reset()
-        self._chat.tell("(a new conversation" + (", under this system prompt)" if text else ")"))
+        self._tell("(a new conversation" + (", under this system prompt)" if text else ")"))
 
     def _temp(self, text: str) -> None:
         value = _parsed("/temp", between(float, 0), text)
-        self._chat.session.sampler = self._sampler(value)
-        self._chat.tell(f"(temperature {value:g})")
+        self._session.sampler = self._sampler(value)
+        self._tell(f"(temperature {value:g})")
 
     def _budget(self, text: str) -> None:
-        session = self._chat.session
+        session = self._session
         asked = _parsed("/budget", keys_or_memory, text)
         attention = check_prunable(session.model)
         budgets = budgets_of(asked, session.model) if isinstance(asked, Memory) else asked
         session.set_budget(attention.with_budget(budgets))
-        self._chat.tell(f"({session.account().budget_text} keys a layer from the next token on)")
+        self._tell(f"({session.account().budget_text} keys a layer from the next token on)")
 
     def _save(self, text: str) -> None:
         if not text:
             raise UserError("/save takes the name of a file.")
-        self._chat.tell(f"(saved in {save_session(self._chat.session, _path(text))})")
+        self._tell(f"(saved in {save_session(self._session, _path(text))})")
 
     def _load(self, text: str) -> None:
-        session = self._chat.session
+        session = self._session
         load_session(session, _path(text) if text else last_session())
         turns = len(session.conversation.messages) // 2
-        self._chat.tell(f"({turns} turn{'s' * (turns > 1)}, {session.account()})")
+        self._tell(f"({turns} turn{'s' * (turns > 1)}, {session.account()})")
 
     def _reset(self, text: str) -> None:
-        self._chat.session.reset()
-        self._chat.tell("(a new conversation)")
+        self._session.reset()
+        self._tell("(a new conversation)")
 
     def _stats(self, text: str) -> None:
-        session, tell = self._chat.session, self._chat.tell
+        session, tell = self._session, self._tell
         account, last = session.account(), session.last
         attention = getattr(session.model, "attention", None)
         tell(f"attention   {attention.kind if attention else 'as in mlx-lm'}")

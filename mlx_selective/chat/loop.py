@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable
 
 from ..errors import UserError
+from ..interrupts import InterruptFlag
 from ..output import safe_text
 from .commands import Commands
-from .interrupts import InterruptFlag
 from .saved_session import last_session, save_session
 from .session import ChatSession
 
@@ -33,7 +33,7 @@ class Chat:
         self.session = session
         self.interactive = interactive
         self.context = context
-        self.commands = Commands(self, sampler)
+        self.commands = Commands(session, sampler, tell=self.tell, answer=self.answer)
 
     def run(self) -> None:
         """Until /exit or the end of the input."""

@@ -102,13 +102,7 @@ class Run:
                 self._leave_no_other_state()
                 self._show()
             except (OSError, RuntimeError) as error:
-                # Ctrl-C reaches the compiler too, where MLX has just called one
-                if self._wants_to_stop:
-                    raise Stopped(self._saved) from None
-                if isinstance(error, OSError) or str(error).startswith("[write]"):
-                    why = getattr(error, "strerror", None) or one_line(error)
-                    raise UserError(f"{self._folder} cannot be written: {why}") from None
-                raise
+                raise self._meaning_of(error) from None
             finally:
                 Path(args.adapter_file).unlink(missing_ok=True)
                 let_go(model)
@@ -117,6 +111,15 @@ class Run:
         """Queries after which keys are dropped: small beside the fewest that stay."""
         fewest = buffer_of(self._args)[1] if KEEP in self._schedules else 128
         return max(1, min(32, fewest // 4))
+
+    def _meaning_of(self, error: Exception) -> Exception:
+        # Ctrl-C reaches the compiler too, where MLX has just called one
+        if self._wants_to_stop:
+            return Stopped(self._saved)
+        if isinstance(error, OSError) or str(error).startswith("[write]"):
+            why = getattr(error, "strerror", None) or one_line(error)
+            return UserError(f"{self._folder} cannot be written: {why}")
+        return error
 
     def _leave_no_other_state(self) -> None:
         """A state of another training would go on in place of this one."""
