@@ -1,5 +1,6 @@
 """What a model says may reach the terminal as text only."""
 
+import textwrap
 import unicodedata
 
 #: Unicode categories: control characters (C0, DEL, C1) and surrogates.
@@ -19,3 +20,24 @@ def safe_text(text: str) -> str:
         if character in "\n\t"
         or (unicodedata.category(character) not in _UNSAFE and character not in _BIDI)
     )
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of a text broken between words, where they are longer than a terminal is wide.
+
+    Args:
+        text: lines; the spaces that a line begins with, and those after its first word, are kept.
+        width: columns of the terminal.
+    """
+    lines = []
+    for line in text.split("\n"):
+        lines += textwrap.wrap(
+            line,
+            max(width, 8),
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,  # such as paths
+        )
+        if not line.strip():
+            lines.append("")
+    return "\n".join(lines)

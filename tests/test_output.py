@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_selective.output import safe_text
+from mlx_selective.output import safe_text, wrapped
 
 # Written out by code point; the code under test goes by Unicode category.
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
@@ -70,3 +70,18 @@ def test_known_tricks(text, shown):
 )
 def test_text_of_any_language_is_kept(text):
     assert safe_text(text) == text
+
+
+@pytest.mark.parametrize(
+    "text, width, lines",
+    [
+        ("/undo          take it back", 80, ["/undo          take it back"]),
+        ("/undo          take it back", 20, ["/undo          take", "  it back"]),
+        ("one two\n\nthree", 40, ["one two", "", "three"]),
+        ("a b", 1, ["a b"]),
+        ("", 40, [""]),
+        ("mlx-selective budget", 16, ["mlx-selective", "  budget"]),
+    ],
+)
+def test_lines_are_broken_between_words(text, width, lines):
+    assert wrapped(text, width).split("\n") == lines

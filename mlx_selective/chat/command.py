@@ -1,6 +1,7 @@
 """``mlx-selective chat``, and ``python chat.py``."""
 
 import argparse
+import shutil
 import sys
 
 from ..budget.flags import load_within
@@ -10,6 +11,7 @@ from ..generation.options import (
     add_sampling_arguments,
     sampler_from,
 )
+from ..output import safe_text, wrapped
 from .commands import HINT
 from .loop import Chat
 from .session import ChatSession
@@ -40,8 +42,9 @@ def run(args: argparse.Namespace) -> None:
         kind = f"{attention.kind} attention" if attention else "attention as in mlx-lm"
         budget = session.account().budget_text
         name = "built-in model" if args.model == str(BUILTIN_MODEL) else args.model
-        print(f"{name}: {kind}, " + (f"{budget} keys a layer" if budget else "full cache"))
-        print(HINT)
+        held = f"{budget} keys a layer" if budget else "full cache"
+        columns = shutil.get_terminal_size().columns
+        print(wrapped(safe_text(f"{name}: {kind}, {held}\n{HINT}"), columns))
     if not tokenizer.has_chat_template:
         print("(this model has no chat template; it continues plain text)", file=sys.stderr)
     context = getattr(model.args, "max_position_embeddings", None)

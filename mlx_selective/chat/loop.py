@@ -1,11 +1,12 @@
 """The terminal around a chat session."""
 
+import shutil
 import sys
 from collections.abc import Callable
 
 from ..errors import UserError
 from ..interrupts import InterruptFlag
-from ..output import safe_text
+from ..output import safe_text, wrapped
 from .commands import Commands
 from .saved_session import last_session, save_session
 from .session import ChatSession
@@ -102,4 +103,8 @@ class Chat:
 
     def tell(self, text: str) -> None:
         """Prints what the chat itself says, on the error stream where input is piped."""
-        print(safe_text(text), file=sys.stdout if self.interactive else sys.stderr, flush=True)
+        text = safe_text(text)
+        if self.interactive:
+            print(wrapped(text, shutil.get_terminal_size().columns), flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
