@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..files import read_json
+from ..plots import new_figure
 from ..writing import whole_file
 from .allocation import Step
 
@@ -84,14 +85,9 @@ def draw_curve(
     Returns:
         The picture, or None where matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter
-    except ImportError:
+    figure = new_figure(8, 4.5)
+    if figure is None:
         return None
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for label, points in lines.items():
         shares, perplexities = zip(*points, strict=True)
@@ -99,8 +95,8 @@ def draw_curve(
         style = {"marker": "o", "ls": ""} if len(points) < 3 else {}
         axes.plot([100 * share for share in shares], rises, label=label, **style)
     axes.set_xscale("log")
-    for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-        axis(FuncFormatter(lambda value, _: f"{value:g}"))
+    for give in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        give(lambda value, _: f"{value:g}")
     axes.set_xlabel(f"keys kept of {tokens} (%)")
     axes.set_ylabel("perplexity above that of all keys (%)")
     axes.legend()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ..plots import new_figure
 from .progress import read_curve
 
 PICTURE = "losses.png"
@@ -17,17 +18,11 @@ def draw(folder: Path) -> Path | None:
     Returns:
         The picture, or None where matplotlib is not installed or nothing was reported.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
     points = read_curve(folder)
-    if not points:
-        return None
     needs = [point for point in points if "keys_needed" in point]
-    figure = Figure(figsize=(8, 6 if needs else 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 6 if needs else 3.5) if points else None
+    if figure is None:
+        return None
     losses, *rest = figure.subplots(1 + bool(needs), sharex=True, squeeze=False)[:, 0]
     for name, label in (("train_loss", "training"), ("val_loss", "validation")):
         _line(losses, points, name, label)
