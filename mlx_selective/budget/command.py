@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..builtin import BUILTIN_MODEL
 from ..errors import UserError
 from ..files import is_folder, read_json
-from ..generation.options import between, positive
+from ..generation.options import add_model_argument, between, positive
 from ..interrupts import InterruptFlag
 from ..loading import load, model_folder
 from ..writing import whole_file
@@ -25,12 +25,7 @@ from .measure import check_prunable, mean_loss
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the text, and how far to go."""
-    parser.add_argument(
-        "--model",
-        default=str(BUILTIN_MODEL),
-        help="Folder of a converted model, or its Hub id (default: the built-in model).",
-    )
-    parser.add_argument("--adapter-path", help="Path of trained adapter weights and config.")
+    add_model_argument(parser)
     parser.add_argument(
         "--data",
         required=True,

@@ -39,13 +39,18 @@ def unicode_text(text: str) -> str:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and how many keys its layers keep."""
+    add_model_argument(parser)
+    add_budget_arguments(parser)
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Which model, with which adapter."""
     parser.add_argument(
         "--model",
         default=str(BUILTIN_MODEL),
         help="Folder of a converted model, or its Hub id (default: the built-in model).",
     )
     parser.add_argument("--adapter-path", help="Path of trained adapter weights and config.")
-    add_budget_arguments(parser)
 
 
 def add_sampling_arguments(

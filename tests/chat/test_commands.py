@@ -7,17 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import llama
-from test_session import (
-    BUDGET,
-    LONG_MESSAGE,
-    assert_same_caches,
-    builtin,  # noqa: F401
-    model,  # noqa: F401
-    new_session,
-    replay,
-    session,  # noqa: F401
-    take,
-)
+from turns import BUDGET, LONG_MESSAGE, assert_same_caches, new_session, replay, take
 
 from mlx_selective import graft
 from mlx_selective.chat.commands import HELP
@@ -26,7 +16,7 @@ from mlx_selective.errors import UserError
 
 
 @pytest.fixture
-def chat(session, capsys):  # noqa: F811
+def chat(session, capsys):
     """A chat whose commands are lines; what it tells goes to the error stream."""
     samplers = []
 
@@ -41,7 +31,7 @@ def chat(session, capsys):  # noqa: F811
 
 @pytest.mark.parametrize("ending", ["max tokens", "end token", "stop 3", "closed"])
 @pytest.mark.parametrize("earlier", [0, 1, 2])
-def test_undo_brings_back_what_was_before(session, model, ending, earlier):  # noqa: F811
+def test_undo_brings_back_what_was_before(session, model, ending, earlier):
     turns = [take(session, text, "stop 5") for text in ("Hello", LONG_MESSAGE)[:earlier]]
     messages, last = list(session.conversation.messages), session.last
     take(session, "Tell me a story about a cat", ending)
@@ -57,7 +47,7 @@ def test_undo_brings_back_what_was_before(session, model, ending, earlier):  # n
     assert_same_caches(session.prompt_cache, replay(model, turns))
 
 
-def test_undo_trims_caches_that_can_be_trimmed(session):  # noqa: F811
+def test_undo_trims_caches_that_can_be_trimmed(session):
     mx.random.seed(1)
     softmax = graft(llama.Model(session.model.args), {"kind": "softmax"})
     session = new_session(softmax, session.tokenizer)
@@ -72,7 +62,7 @@ def test_undo_trims_caches_that_can_be_trimmed(session):  # noqa: F811
             np.testing.assert_allclose(found[:, :, read], wanted[:, :, read], atol=1e-6)
 
 
-def test_a_cancelled_turn_is_none_that_can_be_taken_back(session):  # noqa: F811
+def test_a_cancelled_turn_is_none_that_can_be_taken_back(session):
     take(session, "Hello", "stop 2")
     list(session.answer(LONG_MESSAGE, stop=lambda: True))
     assert session.undo() == "Hello"
@@ -118,7 +108,7 @@ def test_the_budget_as_memory(chat, capsys):
 def test_system_and_temperature(chat, capsys):
     chat.answer("Hello")
     chat.commands.run("/system You are a cat.")
-    session = chat.session  # noqa: F811
+    session = chat.session
     assert session.account().tokens == 0 and session.conversation.messages == []
     assert session.conversation.system_prompt == "You are a cat."
     chat.commands.run("/system")

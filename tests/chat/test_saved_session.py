@@ -8,24 +8,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
-from test_session import (
-    LONG_MESSAGE,
-    assert_same_caches,
-    builtin,  # noqa: F401
-    model,  # noqa: F401
-    new_session,
-    replay,
-    session,  # noqa: F401
-    take,
-)
+from turns import LONG_MESSAGE, assert_same_caches, new_session, replay, take
 
 from mlx_selective import graft
 from mlx_selective.chat import saved_session as module
 from mlx_selective.chat.loop import Chat
 from mlx_selective.chat.saved_session import last_session, load_session, save_session
 from mlx_selective.errors import UserError
-
-# ruff: noqa: F811
 
 
 @pytest.fixture
