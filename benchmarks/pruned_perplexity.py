@@ -1,4 +1,4 @@
-"""Perplexity of a model on whole documents, and token by token with few keys a layer.
+"""Perplexity of a model on whole documents, and as token by token with few keys a layer.
 
 ``python benchmarks/pruned_perplexity.py --model MODEL [--adapter-path DIR] --documents FILE.npz
 [--tokens 512] [--budgets 256 128 64]``: FILE holds ``doc_0``, ``doc_1``, ... of token ids, as the
@@ -12,7 +12,8 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_selective import load, make_prompt_cache
+from mlx_selective import load
+from mlx_selective.budget import mean_loss
 
 
 def main() -> None:
@@ -35,27 +36,18 @@ def main() -> None:
     tokens = sum(len(ids) - 1 for ids in documents)
     print(f"whole: {len(losses)} documents, {tokens} tokens, {math.exp(sum(losses) / tokens):.2f}")
     rows = [ids[: options.tokens + 1] for ids in documents if len(ids) > options.tokens]
+    ids = mx.array(np.stack(rows).astype(np.int32))
     for budget in (None, *options.budgets):
-        found = math.exp(step_by_step(model, mx.array(np.stack(rows)), budget))
+        loss = mean_loss(model, ids, budget) if budget else whole(model, ids) / ids[:, 1:].size
+        found = math.exp(loss)
         print(f"{budget or 'all'} keys: {len(rows)} documents of {options.tokens}, {found:.2f}")
 
 
 def whole(model, ids: mx.array) -> float:
-    """The sum of the losses of ids (1, T), in one pass."""
+    """The sum of the losses of ids (B, T), in one pass."""
     logits = model(ids[:, :-1]).astype(mx.float32)
     right = mx.take_along_axis(logits, ids[:, 1:, None].astype(mx.int32), axis=2)[..., 0]
     return (mx.logsumexp(logits, axis=-1) - right).sum().item()
-
-
-def step_by_step(model, ids: mx.array, budget: int | None) -> float:
-    """The mean loss of ids (B, T), each row with a cache of its own that keeps ``budget`` keys."""
-    cache, loss = make_prompt_cache(model, budget), mx.array(0.0)
-    for n in range(ids.shape[1] - 1):
-        logits = model(ids[:, n : n + 1], cache=cache)[:, 0].astype(mx.float32)
-        right = mx.take_along_axis(logits, ids[:, n + 1 : n + 2].astype(mx.int32), axis=1)[:, 0]
-        loss = loss + (mx.logsumexp(logits, axis=-1) - right).sum()
-        mx.eval(loss, [layer.state for layer in cache])
-    return loss.item() / ids[:, 1:].size
 
 
 if __name__ == "__main__":

@@ -43,16 +43,15 @@ convert ssa ssa
 convert ssa-shared '{"kind": "ssa", "token_map": "weight_sharing"}'
 [ -d data ] || python "$here/training_text.py" --model softmax --data "$shared/data" --to data \
   --megabytes "${MEGABYTES:-60}" --seed "$seed"
-for arm in "${@:-without-selection retrofit retrofit-memory-loss temperatures temperatures-shared}"; do
-  for name in $arm; do
-    budgets="--budgets 256 128 64" selecting="--fine-tune-type full --retrofit --retrofit-iters $((iters / 3))"
-    case $name in
-      without-selection) budgets="" train $name softmax "${RATE:-5e-4}" --fine-tune-type full ;;
-      retrofit) train $name selective "${RATE:-5e-4}" $selecting ;;
-      retrofit-memory-loss) train $name selective "${RATE:-5e-4}" $selecting --memory-loss 0.1 ;;
-      temperatures) budgets="" train $name ssa "${TEMPERATURES_RATE:-1e-3}" --fine-tune-type temperatures ;;
-      temperatures-shared) budgets="" train $name ssa-shared "${TEMPERATURES_RATE:-1e-3}" --fine-tune-type temperatures ;;
-      *) echo "unknown arm: $name" >&2; exit 2 ;;
-    esac
-  done
+[ $# -gt 0 ] || set -- without-selection retrofit retrofit-memory-loss temperatures temperatures-shared
+for name in "$@"; do
+  budgets="--budgets 256 128 64" selecting="--fine-tune-type full --retrofit --retrofit-iters $((iters / 3))"
+  case $name in
+    without-selection) budgets="" train $name softmax "${RATE:-5e-4}" --fine-tune-type full ;;
+    retrofit) train $name selective "${RATE:-5e-4}" $selecting ;;
+    retrofit-memory-loss) train $name selective "${RATE:-5e-4}" $selecting --memory-loss 0.1 ;;
+    temperatures) budgets="" train $name ssa "${TEMPERATURES_RATE:-1e-3}" --fine-tune-type temperatures ;;
+    temperatures-shared) budgets="" train $name ssa-shared "${TEMPERATURES_RATE:-1e-3}" --fine-tune-type temperatures ;;
+    *) echo "unknown arm: $name" >&2; exit 2 ;;
+  esac
 done

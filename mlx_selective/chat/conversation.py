@@ -63,16 +63,6 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": answer})
         self.answer_ended = ended
 
-    def take_back(self, messages: list[dict[str, str]], ended: bool) -> None:
-        """Returns to what was said before.
-
-        Args:
-            messages: as they were then.
-            ended: what ``answer_ended`` was then.
-        """
-        self.messages = list(messages)
-        self.answer_ended = ended
-
     def _system(self):
         if self.system_prompt is None:
             return []

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -29,16 +29,14 @@ class _Turn:
         text: the user's message.
         caches: of before, or None where the caches can be trimmed.
         tokens: that the caches had read.
-        messages: of the conversation, and whether its last answer had ended.
-        ended: see above.
+        conversation: as it was.
         last: the response of the answer before.
     """
 
     text: str
     caches: list[Any] | None
     tokens: int
-    messages: list[dict[str, str]]
-    ended: bool
+    conversation: Conversation
     last: GenerationResponse | None
 
 
@@ -116,7 +114,7 @@ class ChatSession:
         """
         self.system_prompt = system_prompt
         self.reset()
-        self.conversation.take_back(messages, ended)
+        self.conversation = Conversation(self.tokenizer, system_prompt, messages, ended)
         self.prompt_cache = caches
 
     def undo(self) -> str | None:
@@ -135,8 +133,7 @@ class ChatSession:
             trim_prompt_cache(self.prompt_cache, self.account().tokens - turn.tokens)
         else:
             self.prompt_cache = turn.caches
-        self.conversation.take_back(turn.messages, turn.ended)
-        self.last = turn.last
+        self.conversation, self.last = turn.conversation, turn.last
         return turn.text
 
     def account(self) -> CacheAccount:
@@ -200,6 +197,5 @@ class ChatSession:
     def _turn_before(self, text: str, caches: list[Any]) -> _Turn:
         # Caches that can be trimmed need no copy, which would only hold memory.
         copied = None if can_trim_prompt_cache(self.prompt_cache) else caches
-        said = self.conversation
-        tokens = self.account().tokens
-        return _Turn(text, copied, tokens, list(said.messages), said.answer_ended, self.last)
+        said = replace(self.conversation, messages=list(self.conversation.messages))
+        return _Turn(text, copied, self.account().tokens, said, self.last)
